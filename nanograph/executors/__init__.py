@@ -1,0 +1,64 @@
+"""The three modes. Read eager.py, full.py and breakable.py in this order, best as diffs of one to the next.
+
+Each executor has the same face: `bucket_for(num_tokens)` says how many rows the next batch is padded to (None: not padded),
+`run()` computes the logits of the step that the batch holds, `count_launches()` says what that takes, `graph_bytes()` what the
+graphs hold, and `capture_ahead()` captures every bucket before the first step.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanograph.capture import CudaPool
+from nanograph.tape import TapePool
+
+
+@dataclass
+class Stats:
+    """What the executor and the engine have done so far."""
+
+    steps: int = 0
+    eager_steps: int = 0  # launched kernel by kernel: all of them in mode eager; elsewhere too large, or not capturable
+    captures: int = 0
+    replays: int = 0
+    breaks_run: int = 0
+    padded_rows: int = 0
+    graph_bytes: int = 0
+    steps_by_kind: Counter = field(default_factory=Counter)  # "prefill", "decode", "mixed"
+    tokens_by_kind: Counter = field(default_factory=Counter)  # tokens computed in steps of that kind
+    seconds_by_kind: Counter = field(default_factory=Counter)
+
+    def count_step(self, kind, num_tokens, num_rows, seconds):
+        self.steps += 1
+        self.padded_rows += num_rows - num_tokens
+        self.steps_by_kind[kind] += 1
+        self.tokens_by_kind[kind] += num_tokens
+        self.seconds_by_kind[kind] += seconds
+
+
+def make_pool(device):
+    """Memory for graphs: of CUDA graphs on a GPU, of tapes elsewhere."""
+    return CudaPool(device) if device.type == "cuda" else TapePool()
+
+
+def smallest_bucket(buckets, num_tokens):
+    """The smallest bucket that holds `num_tokens`, or None."""
+    return next((bucket for bucket in buckets if bucket >= num_tokens), None)
+
+
+class OperationCounter(TorchDispatchMode):
+    """Counts operations that compute: each is at least one kernel launch on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def count_operations(function):
+    """Operations that `function()` launches one by one."""
+    with OperationCounter() as counter:
+        function()
+    return counter.count

@@ -1,0 +1,173 @@
+"""Generate text: `python -m nanograph.generate --mode breakable --prompt "ROMEO:"`.
+
+Standard output carries the completion and nothing else; what is said about it goes to standard error. Arguments are checked
+before torch is loaded. The other command lines (diff, bench, trace) take their engine arguments from here.
+
+Read first: engine.py.
+"""
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+
+from nanograph.options import BREAKS, DTYPES, KERNELS, MODES, EngineOptions, SamplingParams
+
+
+class CommandLine(argparse.ArgumentParser):
+    """An ArgumentParser whose complaints are one line."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def add_engine_arguments(parser):
+    """The options of EngineOptions that command lines share."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--model", default="nano", help="nano, or a checkpoint folder (default: nano)")
+    group.add_argument("--mode", choices=MODES, default="breakable", help="how a step is launched (default: breakable)")
+    group.add_argument(
+        "--breaks",
+        default="attention",
+        help=f"operations that run between segments: {', '.join(BREAKS)}, or all (default: attention)",
+    )
+    group.add_argument(
+        "--buckets", help="token counts to capture graphs for, as 64,256 (default: a ladder up to --max-batch-tokens)"
+    )
+    group.add_argument("--max-batch-tokens", type=int, default=2048, help="most tokens of one step (default: 2048)")
+    group.add_argument(
+        "--max-context", type=int, help="most tokens of one request (default: the model's, at most 8192)"
+    )
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    group.add_argument("--dtype", choices=DTYPES, help="default: float32 on the CPU, the checkpoint's own on CUDA")
+    group.add_argument("--kernels", choices=KERNELS, help="default: the fastest that the device can run")
+    group.add_argument(
+        "--capture", choices=("lazy", "ahead"), default="lazy", help="capture on first use or before (default: lazy)"
+    )
+
+
+def engine_options(args):
+    """EngineOptions from parsed arguments. Raises ValueError."""
+    names = (
+        "model",
+        "mode",
+        "breaks",
+        "buckets",
+        "max_batch_tokens",
+        "max_context",
+        "device",
+        "dtype",
+        "kernels",
+        "capture",
+    )
+    return EngineOptions(**{name: getattr(args, name) for name in names})
+
+
+def parse_arguments(argv):
+    parser = CommandLine("python -m nanograph.generate", description="Generate text.")
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--prompt", action="append", help="a prompt; may be given several times (default: ROMEO:)")
+    prompts.add_argument("--prompt-file", help="a UTF-8 file with one prompt; - for standard input")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-new-tokens", type=int, default=200, help="most tokens to generate (default: 200)")
+    sampling.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
+    sampling.add_argument("--top-k", type=int, help="draw from the k likeliest tokens (default: all)")
+    sampling.add_argument(
+        "--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this probability (default: 1)"
+    )
+    sampling.add_argument("--seed", type=int, help="the same seed draws the same text (default: a new one each time)")
+    sampling.add_argument("--stop", action="append", default=[], help="end at this string; may be given several times")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the model's end-of-text token")
+    add_engine_arguments(parser)
+    parser.add_argument("--stats", action="store_true", help="say on standard error what the engine did")
+    return parser.parse_args(argv)
+
+
+def read_prompts(args):
+    """The prompts to complete. Raises ValueError for a file that is missing or not UTF-8, or an empty prompt."""
+    prompts = args.prompt or ["ROMEO:"]
+    if args.prompt_file:
+        try:
+            data = sys.stdin.buffer.read() if args.prompt_file == "-" else Path(args.prompt_file).read_bytes()
+            prompts = [data.decode("utf-8")]
+        except OSError as error:
+            raise ValueError(f"cannot read the prompt file {args.prompt_file}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"the prompt file {args.prompt_file} is not UTF-8 (byte {error.start})") from None
+    return prompts
+
+
+def print_stats(llm):
+    """What the engine did, on standard error."""
+    stats = llm.stats
+    lines = [f"{stats.steps} steps: {stats.captures} captured, {stats.replays} replayed, {stats.eager_steps} eager"]
+    for kind, steps in sorted(stats.steps_by_kind.items()):
+        rate = stats.tokens_by_kind[kind] / stats.seconds_by_kind[kind]
+        lines.append(f"{kind}: {steps} steps, {stats.tokens_by_kind[kind]} tokens, {rate:,.0f} tokens/s with captures")
+    lines.append(
+        f"padded rows: {stats.padded_rows}; breaks run: {stats.breaks_run}; graph bytes: {stats.graph_bytes:,}"
+    )
+    lines.append(f"launches to compute the last step: {llm.count_launches()} (sampling excepted)")
+    print("\n".join(lines), file=sys.stderr)
+
+
+def write(text):
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def run(args):
+    """Complete the prompts and print them. Raises ValueError for what cannot be done, after doing the rest."""
+    names = ("temperature", "top_k", "top_p", "max_new_tokens", "seed", "stop", "ignore_eos")
+    params = SamplingParams(**{name: getattr(args, name) for name in names})
+    options, prompts = engine_options(args), read_prompts(args)
+    if not any(prompts):
+        raise ValueError("prompt is empty: give at least one character")
+
+    from nanograph.engine import LLM  # torch: from here on it takes a second
+
+    llm = LLM(**vars(options))
+    try:
+        if len(prompts) == 1:
+            for result in llm.stream(prompts, params):
+                write(result.new_text())
+            write("\n")
+        else:
+            print_in_order(llm, prompts, params)
+    finally:
+        if args.stats:
+            print_stats(llm)
+
+
+def print_in_order(llm, prompts, params):
+    """Each text whole, as soon as those before it are complete; refused prompts have none."""
+    from nanograph.engine import RequestsRefused
+
+    try:
+        results = llm.generate(prompts, params)
+        refused = None
+    except RequestsRefused as error:
+        results, refused = error.results, error
+    for number, result in enumerate(results, 1):
+        if result:
+            write(f"=== {number} ===\n{result.text}\n")
+    if refused:
+        raise refused
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    try:
+        run(args)
+    except ValueError as error:
+        print(f"python -m nanograph.generate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Small models with seeded random weights, so that tests need no checkpoint, no GPU and no patience."""
+
+import pytest
+import torch
+
+from nanograph.checkpoint import random_model
+from nanograph.kernels import reference
+from nanograph.model import Config, Rope
+
+NANO = Config(
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=16,
+    max_positions=256,
+    rope=Rope(theta=10000.0),
+    windows=(16, 0),
+    num_experts=4,
+    experts_per_token=2,
+)
+GPT2 = Config(
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=8,
+    intermediate_size=64,
+    max_positions=256,
+    norm="layer",
+    sinks=False,
+    tie_embeddings=True,
+)
+GPU = "cuda" if torch.cuda.is_available() else None
+
+
+def make_model(config=NANO, device="cpu", dtype=torch.float32, scale=10.0):
+    """A random model whose weights are `scale` times the usual size, so that its logits differ clearly between tokens."""
+    model = random_model(config, reference, config.max_positions, torch.device(device), dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith("norm.weight"):
+                parameter.mul_(scale)
+    return model
+
+
+def pytest_collection_modifyitems(items):
+    if GPU is None:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
