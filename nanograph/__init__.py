@@ -4,9 +4,10 @@
     [result] = LLM("nano", mode="breakable").generate(["ROMEO:"])
     print(result.text)
 
-One step, end to end, is also the order in which to read the source: options.py (what may be asked for) -> scheduler.py (who
-runs) -> kv_cache.py (where keys and values lie) -> batch.py (a step's inputs) -> model.py and kernels/reference.py (the
-forward) -> capture.py, tape.py (graphs) -> executors/ (the three modes) -> sampling.py -> tokenizer.py -> engine.py (the loop).
+One step, end to end, is also the order in which to read the source: options.py (what may be asked for) -> scheduler.py
+(who runs) -> kv_cache.py (where keys and values lie) -> batch.py (a step's inputs) -> model.py and kernels/reference.py
+(the forward) -> capture.py, tape.py (graphs) -> executors/ (the three modes) -> sampling.py -> tokenizer.py ->
+engine.py (the loop).
 """
 
 from nanograph.options import SamplingParams

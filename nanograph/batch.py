@@ -1,8 +1,8 @@
 """The input buffers of a step, allocated once: what a captured graph reads must always lie at the same address.
 
-All inputs are int32 (float32 ones keep their bits) and lie packed, one after the other, in one pinned host buffer with a
-device buffer of the same layout, so that a step needs ONE copy from host to device. `fill` writes a step into them, padded to
-a bucket of rows; the attributes are views of the device buffer, cut to that bucket.
+All inputs are int32 (float32 ones keep their bits) and lie packed, one after the other, in one pinned host buffer with
+a device buffer of the same layout, so that a step needs ONE copy from host to device. `fill` writes a step into them,
+padded to a bucket of rows; the attributes are views of the device buffer, cut to that bucket.
 
 Read first: scheduler.py, whose choice is written here. Read next: model.py, which reads it.
 """
@@ -60,7 +60,8 @@ class Batch:
     def fill(self, scheduled, bucket=None):
         """Write a step, [(request, num_tokens)], padded to `bucket` rows (None: not padded), and copy it to the device.
 
-        Padded rows are token 0 at position 0 and write their key and value to the trash block. Unused slots have length 0.
+        Padded rows are token 0 at position 0 and write their key and value to the trash block. Unused slots have length
+        0.
         """
         if self.copied is not None:
             self.copied.synchronize()  # the last step's copy may still be reading the staging buffer
@@ -117,7 +118,8 @@ class Batch:
 
     @property
     def max_seq_len(self):
-        """A host bound on seq_lens. Inside a graph a number is frozen, so there it is the worst case, not the live one."""
+        """A host bound on seq_lens. Inside a graph a number is frozen, so there it is the worst case, not the live
+        one."""
         return self.max_context if capture.is_recording() else self._longest
 
     def addresses(self):

@@ -1,19 +1,19 @@
 """Record a forward pass once, replay it with a few launches: the capture protocol, and its CUDA half.
 
-A capture runs a function while a *segment* records what it launches. A segment is a CUDA graph, or, without a GPU, a tape of
-operations (tape.py) with the same rules. A function marked `@graph_break` ends the running segment, runs eagerly, is
-remembered, and a new segment begins:
+A capture runs a function while a *segment* records what it launches. A segment is a CUDA graph, or, without a GPU, a
+tape of operations (tape.py) with the same rules. A function marked `@graph_break` ends the running segment, runs
+eagerly, is remembered, and a new segment begins:
 
     forward:   embed  qkv  rotary │ attention │ out  moe  qkv  rotary │ attention │ out  moe  logits
     graph:     [    segment 0    ]   break 0   [     segment 1       ]   break 1   [   segment 2   ]
 
 Replaying walks the list. A graph without breaks is one segment: that is the only difference between the modes.
 
-A capture freezes everything but the contents of buffers: addresses, Python numbers, branches taken. Hence the rules: inputs
-lie in buffers that never move (batch.py), what varies is read from them on the device, and nothing asks the CPU.
+A capture freezes everything but the contents of buffers: addresses, Python numbers, branches taken. Hence the rules:
+inputs lie in buffers that never move (batch.py), what varies is read from them on the device, and nothing asks the CPU.
 
-The parts, in order: the marker; Graph, what a capture yields; Recorder, which captures; HostReads and Watch, which refuse
-what a graph cannot hold; segments on CUDA. Read first: model.py. Read next: executors/full.py, tape.py.
+The parts, in order: the marker; Graph, what a capture yields; Recorder, which captures; HostReads and Watch, which
+refuse what a graph cannot hold; segments on CUDA. Read first: model.py. Read next: executors/full.py, tape.py.
 """
 
 import functools
@@ -21,7 +21,7 @@ import gc
 import threading
 import traceback
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -52,13 +52,14 @@ def _recording(recorder):
 def graph_break(function_or_name):
     """Mark a function as a place where a breakable graph may be cut.
 
-    `@graph_break("attention")` breaks where the capture was asked to break at that name; `@graph_break` alone, on a function
-    of yours, breaks in every breakable capture. Outside a capture, inside another break and in a full graph the call is plain.
+    `@graph_break("attention")` breaks where the capture was asked to break at that name; `@graph_break` alone, on a
+    function of yours, breaks in every breakable capture. Outside a capture, inside another break and in a full graph
+    the call is plain.
 
-    In a replay the function runs again, eagerly. Tensor arguments arrive in fixed buffers with the values of this replay,
-    padded to the bucket; every other argument is the *object* passed at capture: numbers are frozen, so live values must be
-    read from the batch. It returns None, a tensor or a tuple of tensors, whose first dimension is at most the largest
-    bucket's rows; what it returns is copied to a fixed buffer.
+    In a replay the function runs again, eagerly. Tensor arguments arrive in fixed buffers with the values of this
+    replay, padded to the bucket; every other argument is the *object* passed at capture: numbers are frozen, so live
+    values must be read from the batch. It returns None, a tensor or a tuple of tensors, whose first dimension is at
+    most the largest bucket's rows; what it returns is copied to a fixed buffer.
     """
     if callable(function_or_name):
         return _mark(function_or_name, None)
@@ -77,7 +78,8 @@ def _mark(function, name):
 
 
 class Break:
-    """One eager operation between two segments: a function, its operands in mailboxes, and mailboxes for its results."""
+    """One eager operation between two segments: a function, its operands in mailboxes, and mailboxes for its
+    results."""
 
     def __init__(self, function, args, kwargs):
         self.function, self.args, self.kwargs = function, args, kwargs
@@ -114,7 +116,8 @@ class Graph:
         return [step for step in self.steps if isinstance(step, Break)]
 
     def replay(self, addresses):
-        """Run the forward on what its input buffers hold now. Raises CaptureError if an input has moved since the capture."""
+        """Run the forward on what its input buffers hold now. Raises CaptureError if an input has moved since the
+        capture."""
         if addresses != self.addresses:
             moved = [name for name in self.addresses if addresses.get(name) != self.addresses[name]]
             captured, now = (", ".join(f"{a[name]:#x}" for name in moved) for a in (self.addresses, addresses))
@@ -128,7 +131,8 @@ class Graph:
 
 @contextmanager
 def no_garbage_collection():
-    """Collect once, then not until the end: a collection inside a capture may free another graph, which CUDA forbids."""
+    """Collect once, then not until the end: a collection inside a capture may free another graph, which CUDA
+    forbids."""
     if not gc.isenabled():
         yield  # inside a longer session, or the user's own choice
         return
@@ -143,8 +147,8 @@ def no_garbage_collection():
 class Recorder:
     """Captures forwards as graphs that share one stream, one memory pool and one set of mailboxes.
 
-    pool: a CudaPool or a TapePool. breaks: names at which to break; none for a full graph. max_rows: rows of the largest
-    bucket, which every mailbox is sized for.
+    pool: a CudaPool or a TapePool. breaks: names at which to break; none for a full graph. max_rows: rows of the
+    largest bucket, which every mailbox is sized for.
     """
 
     def __init__(self, pool, breaks=frozenset(), max_rows=0):
@@ -156,10 +160,12 @@ class Recorder:
         return bool(self.breaks) and (name is None or name in self.breaks)
 
     def capture(self, forward, addresses=None):
-        """Capture `forward()`, a function without arguments or result, and return its Graph. The step has then been computed.
+        """Capture `forward()`, a function without arguments or result, and return its Graph. The step has then been
+        computed.
 
-        It runs twice: first as a warm-up, plainly (kernels compile, libraries allocate: neither may happen in a capture),
-        then recorded. What raises in it, a CaptureError among others, is raised after everything has been put back.
+        It runs twice: first as a warm-up, plainly (kernels compile, libraries allocate: neither may happen in a
+        capture), then recorded. What raises in it, a CaptureError among others, is raised after everything has been put
+        back.
         """
         with no_garbage_collection(), self.pool.session(), _recording(self):
             forward()
@@ -185,7 +191,8 @@ class Recorder:
         self.graph.steps.append(segment)
 
     def run_break(self, function, args, kwargs):
-        """End the segment, run `function` eagerly on mailboxes, begin the next segment. Returns the results' mailboxes."""
+        """End the segment, run `function` eagerly on mailboxes, begin the next segment. Returns the results'
+        mailboxes."""
         key = function.__module__, function.__qualname__
         args = [self._post(arg, (*key, index)) for index, arg in enumerate(args)]
         kwargs = {name: self._post(arg, (*key, name)) for name, arg in kwargs.items()}
@@ -228,9 +235,9 @@ class Recorder:
 class Mailbox:
     """A fixed buffer in which a tensor crosses a break: one for all layers and buckets.
 
-    It lies outside the graphs' pool, so that what a break holds cannot pin that. Operands are read while the break runs and
-    no longer. A result stays in use until the last reference to it is gone: only then may the same function's next result
-    take the mailbox; until then it takes another.
+    It lies outside the graphs' pool, so that what a break holds cannot pin that. Operands are read while the break runs
+    and no longer. A result stays in use until the last reference to it is gone: only then may the same function's next
+    result take the mailbox; until then it takes another.
     """
 
     def __init__(self, buffer):
@@ -243,7 +250,8 @@ class Mailbox:
 
 
 def source_line():
-    """The line of the caller's code that is running: the innermost one outside of torch and of the capture machinery."""
+    """The line of the caller's code that is running: the innermost one outside of torch and of the capture
+    machinery."""
     internal = (str(Path(torch.__file__).parent), __file__, str(Path(__file__).with_name("tape.py")))
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(internal):
@@ -324,7 +332,8 @@ class CudaPool:
 
     @contextmanager
     def session(self):
-        """Work on the capture stream, after what the current stream has queued; that one goes on after the session's work."""
+        """Work on the capture stream, after what the current stream has queued; that one goes on after the session's
+        work."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
@@ -363,10 +372,8 @@ class CudaSegment:
     def abandon(self):
         """Leave capture mode after a failure; the half graph is dropped."""
         self._leave()
-        try:
+        with suppress(RuntimeError):  # an invalidated capture ends with an error: that it has ended is all we want
             self.graph.capture_end()
-        except RuntimeError:
-            pass  # an invalidated capture ends with an error: that it has ended is all we want
         torch.cuda.synchronize(self.pool.device)
 
     def _leave(self):

@@ -1,7 +1,7 @@
 """From a folder of safetensors to a model: config.json says which model it is, a table says which tensor goes where.
 
-nano, the checkpoint that ships with nanograph, is written in gpt-oss's format, so there is one loader for both. Config values
-are read, never assumed; what is not supported is refused by name. Every parameter must be found, in its shape.
+nano, the checkpoint that ships with nanograph, is written in gpt-oss's format, so there is one loader for both. Config
+values are read, never assumed; what is not supported is refused by name. Every parameter must be found, in its shape.
 
 Read first: model.py. Read next: engine.py.
 """
@@ -127,7 +127,8 @@ def random_model(config, ops, max_context, device, dtype, seed=0):
 
 
 def load_model(folder, config, ops, max_context, device, dtype):
-    """The model of a checkpoint folder. Raises ValueError naming the file and tensor that is missing, broken or misshapen."""
+    """The model of a checkpoint folder. Raises ValueError naming the file and tensor that is missing, broken or
+    misshapen."""
     model = empty_model(config, ops, max_context, device, dtype)
     path = folder / "model.safetensors"
     if not path.is_file():
@@ -150,7 +151,8 @@ def load_model(folder, config, ops, max_context, device, dtype):
 
 
 def fill(parameter, tensors, name, where):
-    """Write the file's tensors into a parameter. gpt-oss stores experts as [expert, in, out]; ours are [expert, out, in]."""
+    """Write the file's tensors into a parameter. gpt-oss stores experts as [expert, in, out]; ours are [expert, out,
+    in]."""
     tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
     if name.endswith(("mlp.gate_up", "mlp.down")):
         tensor = tensor.transpose(1, 2)

@@ -45,8 +45,8 @@ class RequestsRefused(ValueError):
 class Result:
     """A request as its submitter sees it, live: it grows with each step until `finish_reason` is set.
 
-    request_id; token_ids: the generated tokens, an end-of-text token included; finish_reason: None while running, then "stop"
-    (an end-of-text token or stop string), "length" or "cancelled"; seed: the one given, or drawn at submission.
+    request_id; token_ids: the generated tokens, an end-of-text token included; finish_reason: None while running, then
+    "stop" (an end-of-text token or stop string), "length" or "cancelled"; seed: the one given, or drawn at submission.
     """
 
     def __init__(self, request, llm):
@@ -148,7 +148,8 @@ class LLM:
 
     @cached_property
     def tokenizer(self):
-        """Loaded when text has to be encoded or decoded. Raises ValueError where the vocabulary fits no known encoding."""
+        """Loaded when text has to be encoded or decoded. Raises ValueError where the vocabulary fits no known
+        encoding."""
         if self._folder is None:
             raise ValueError("a model passed as an object has no vocabulary: use token ids")
         return load_tokenizer(self._folder, self.config.vocab_size, self.config.eos_ids)
@@ -162,8 +163,8 @@ class LLM:
     def add(self, prompt, params=None, request_id=None):
         """Submit a prompt, a text or a list of token ids, and return its Result, which grows as `step` is called.
 
-        Raises ValueError for a prompt that is empty, too long, out of the vocabulary or too large for the KV cache, or for an
-        id in use. Nothing else is affected.
+        Raises ValueError for a prompt that is empty, too long, out of the vocabulary or too large for the KV cache, or
+        for an id in use. Nothing else is affected.
         """
         params = params or SamplingParams()
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
@@ -197,7 +198,8 @@ class LLM:
 
     @torch.no_grad()
     def step(self):
-        """Compute one step. Returns the Results that got a token in it; an empty list also when there is nothing to do."""
+        """Compute one step. Returns the Results that got a token in it; an empty list also when there is nothing to
+        do."""
         started = perf_counter()
         scheduled = self.scheduler.schedule()
         if not scheduled:
@@ -244,7 +246,8 @@ class LLM:
         return results
 
     def stream(self, prompts, params=None):
-        """As `generate`, but yields a Result each time it has a new token. Leaving the loop early cancels what is unfinished."""
+        """As `generate`, but yields a Result each time it has a new token. Leaving the loop early cancels what is
+        unfinished."""
         results, errors = self._submit(prompts, params)
         yield from self._advance(results)
         if errors:
@@ -277,7 +280,8 @@ class LLM:
 
 
 def pick_device(name):
-    """The torch.device for "auto", "cpu", "cuda" … Raises ValueError for an unknown one, or CUDA where there is none."""
+    """The torch.device for "auto", "cpu", "cuda" … Raises ValueError for an unknown one, or CUDA where there is
+    none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

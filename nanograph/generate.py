@@ -1,7 +1,7 @@
 """Generate text: `python -m nanograph.generate --mode breakable --prompt "ROMEO:"`.
 
-Standard output carries the completion and nothing else; what is said about it goes to standard error. Arguments are checked
-before torch is loaded. The other command lines (diff, bench, trace) take their engine arguments from here.
+Standard output carries the completion and nothing else; what is said about it goes to standard error. Arguments are
+checked before torch is loaded. The other command lines (diff, bench, trace) take their engine arguments from here.
 
 Read first: engine.py.
 """

@@ -1,7 +1,8 @@
 """The paged KV cache: one tensor of fixed-size blocks, and the allocator that says who owns which.
 
-A sequence's keys and values lie in blocks of BLOCK_SIZE tokens that need not be neighbours; its block table lists them in
-order (vLLM's PagedAttention, Kwon et al. 2023). Block 0 belongs to nobody, ever: padded rows write there (the trash block).
+A sequence's keys and values lie in blocks of BLOCK_SIZE tokens that need not be neighbours; its block table lists them
+in order (vLLM's PagedAttention, Kwon et al. 2023). Block 0 belongs to nobody, ever: padded rows write there (the trash
+block).
 
 Read first: scheduler.py, which asks for blocks. Read next: batch.py.
 """
@@ -34,7 +35,8 @@ class KVCache:
 
 
 class BlockAllocator:
-    """Hands out block numbers 1 to num_blocks. Blocks freed last are handed out first: they may still be in the GPU's cache."""
+    """Hands out block numbers 1 to num_blocks. Blocks freed last are handed out first: they may still be in the GPU's
+    cache."""
 
     def __init__(self, num_blocks):
         self.num_blocks = num_blocks
@@ -59,7 +61,8 @@ class BlockAllocator:
         return num_blocks * BLOCK_SIZE
 
     def grow(self, block_table, num_tokens):
-        """Lengthen `block_table` until it holds `num_tokens` tokens. False, and nothing taken, where blocks are short."""
+        """Lengthen `block_table` until it holds `num_tokens` tokens. False, and nothing taken, where blocks are
+        short."""
         missing = self.blocks_for(num_tokens) - len(block_table)
         if missing > len(self._free):
             return False

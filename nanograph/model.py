@@ -1,11 +1,11 @@
 """The model: GPT-2 and gpt-oss in one file. nano, the model that ships with nanograph, is a small gpt-oss.
 
-A step is T tokens of R requests, laid end to end: every tensor is [T, ...], without a batch dimension. All that the model
-knows of requests, caches and buckets it reads from `batch` (batch.py). All that it knows of CUDA graphs is the marker
-`@graph_break`: the places where a breakable graph may be cut.
+A step is T tokens of R requests, laid end to end: every tensor is [T, ...], without a batch dimension. All that the
+model knows of requests, caches and buckets it reads from `batch` (batch.py). All that it knows of CUDA graphs is the
+marker `@graph_break`: the places where a breakable graph may be cut.
 
-Each operation of a block is a module, so that a forward hook can watch it. Parts come first, the model last; to read from
-the top down, begin at `GPT`. What the parts call is in kernels/reference.py.
+Each operation of a block is a module, so that a forward hook can watch it. Parts come first, the model last; to read
+from the top down, begin at `GPT`. What the parts call is in kernels/reference.py.
 
 Read first: batch.py. Read next: kernels/reference.py, then capture.py.
 """
@@ -60,8 +60,9 @@ class Config:
 def rotary_table(rope, head_dim, max_context, device):
     """Cosines and sines of every position: float32 [2, max_context, head_dim / 2].
 
-    YaRN: dimensions that turn more than `beta_fast` times within the original context keep their frequency, those that turn
-    less than `beta_slow` times are slowed by `factor`, and a ramp lies between. Attention is sharpened by `attention_factor`.
+    YaRN: dimensions that turn more than `beta_fast` times within the original context keep their frequency, those that
+    turn less than `beta_slow` times are slowed by `factor`, and a ramp lies between. Attention is sharpened by
+    `attention_factor`.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = rope.theta**-exponents
@@ -109,7 +110,8 @@ class QKV(nn.Linear):
 
 
 class Rotary(nn.Module):
-    """Turn queries and keys by their positions and write keys and values into the paged cache: qkv -> queries [T, H, D]."""
+    """Turn queries and keys by their positions and write keys and values into the paged cache: qkv -> queries [T, H,
+    D]."""
 
     def __init__(self, layer, table, ops):
         super().__init__()
@@ -211,7 +213,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """config: the shape; ops: a set of kernels (kernels/reference.py or kernels/triton); max_context: positions to serve.
+    """config: the shape; ops: a set of kernels (kernels/reference.py or kernels/triton); max_context: positions to
+    serve.
 
     device: where the rotary table lies; parameters are made on torch's current default device.
     """

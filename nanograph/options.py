@@ -9,11 +9,13 @@ Read first: nothing. Read next: scheduler.py.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 MODES = ("eager", "breakable", "full")
 KERNELS = ("reference", "triton")
 DTYPES = ("float32", "float16", "bfloat16")
-# The operations of a block, in the order in which it runs them. `moe` is the feed-forward half, of experts or (GPT-2) dense.
+# The operations of a block, in the order in which it runs them. `moe` is the feed-forward half, of experts or (GPT-2)
+# dense.
 BREAKS = ("norm", "qkv", "rotary", "attention", "attention_output", "moe")
 
 
@@ -105,7 +107,8 @@ def bucket_ladder(max_batch_tokens):
 def parse_buckets(buckets, max_batch_tokens):
     """The ascending list of buckets: None for the default ladder, "64,256", or a list of integers.
 
-    Raises ValueError where they are not positive integers in ascending order, or the largest exceeds `max_batch_tokens`.
+    Raises ValueError where they are not positive integers in ascending order, or the largest exceeds
+    `max_batch_tokens`.
     """
     if buckets is None:
         return bucket_ladder(max_batch_tokens)
@@ -117,7 +120,7 @@ def parse_buckets(buckets, max_batch_tokens):
     buckets = list(buckets)
     for bucket in buckets:
         check_integer("each bucket", bucket, minimum=1)
-    if not buckets or any(a >= b for a, b in zip(buckets, buckets[1:])):
+    if not buckets or any(a >= b for a, b in pairwise(buckets)):
         raise ValueError(f"buckets must be positive and ascending, not {buckets}")
     if buckets[-1] > max_batch_tokens:
         raise ValueError(f"bucket {buckets[-1]} exceeds max_batch_tokens={max_batch_tokens}: raise that, or drop it")

@@ -1,8 +1,8 @@
 """From logits to tokens: temperature, top-k, top-p, and one drawn number a request and step.
 
-Random numbers do not come from a generator: a captured graph would freeze its state, and one request's draws would depend on
-its neighbours'. Each is a hash of the request's seed and of how many tokens it has generated, in plain integers; it travels
-to the device with the batch. The token is where that number falls in the cumulative distribution.
+Random numbers do not come from a generator: a captured graph would freeze its state, and one request's draws would
+depend on its neighbours'. Each is a hash of the request's seed and of how many tokens it has generated, in plain
+integers; it travels to the device with the batch. The token is where that number falls in the cumulative distribution.
 
 Read first: batch.py. SamplingParams itself is in options.py, which does not need torch.
 """
@@ -35,11 +35,11 @@ def _mix(x):
 def sample(logits, temperature, top_k, top_p, uniform):
     """Draw one token a row.
 
-    logits [R, vocab] of any float dtype; temperature float32 [R], 0 for greedy; top_k int32 [R], 0 for off; top_p float32
-    [R]; uniform float32 [R] in [0, 1). Returns int64 [R]. A row's token depends on that row alone.
+    logits [R, vocab] of any float dtype; temperature float32 [R], 0 for greedy; top_k int32 [R], 0 for off; top_p
+    float32 [R]; uniform float32 [R] in [0, 1). Returns int64 [R]. A row's token depends on that row alone.
 
-    top_k comes first, then top_p over what it left, renormalized. The cumulative sum runs in the order of the vocabulary
-    and in float64: a bf16 or float32 sum over a large vocabulary saturates.
+    top_k comes first, then top_p over what it left, renormalized. The cumulative sum runs in the order of the
+    vocabulary and in float64: a bf16 or float32 sum over a large vocabulary saturates.
     """
     logits = logits.float()
     greedy = logits.argmax(-1)

@@ -1,9 +1,9 @@
 """Which requests take part in the next step, and with how many tokens: continuous batching with chunked prefill.
 
-A step is bounded by `max_batch_tokens`. First every decoding request gets its one token (decode first: nobody's text stalls
-because a long prompt arrived), then prompts take what is left of the budget, first come, first served; a prompt that does
-not fit is cut and goes on in the next step. Where the KV cache is full, the youngest request is preempted: its blocks are
-freed, and it computes its prompt *and the tokens it has generated* again later (vLLM's recompute).
+A step is bounded by `max_batch_tokens`. First every decoding request gets its one token (decode first: nobody's text
+stalls because a long prompt arrived), then prompts take what is left of the budget, first come, first served; a prompt
+that does not fit is cut and goes on in the next step. Where the KV cache is full, the youngest request is preempted:
+its blocks are freed, and it computes its prompt *and the tokens it has generated* again later (vLLM's recompute).
 
 Requests run in order of arrival: those running are always older than those waiting, and at most the youngest of those
 running is still in its prompt. The rest of this file relies on it.
@@ -19,7 +19,8 @@ from nanograph.options import SamplingParams
 
 @dataclass(eq=False)
 class Request:
-    """One prompt on its way. token_ids is prompt and generated tokens together; the first num_computed are in the KV cache."""
+    """One prompt on its way. token_ids is prompt and generated tokens together; the first num_computed are in the KV
+    cache."""
 
     # Filled by whoever submits it.
     request_id: str
@@ -47,8 +48,8 @@ class Request:
 class Scheduler:
     """Owns all unfinished requests.
 
-    allocator: the KV cache's blocks (kv_cache.BlockAllocator). eos_ids: tokens that end a request.
-    max_batch_tokens, max_requests: the most tokens and requests of one step. max_context: the most tokens of one request.
+    allocator: the KV cache's blocks (kv_cache.BlockAllocator). eos_ids: tokens that end a request. max_batch_tokens,
+    max_requests: the most tokens and requests of one step. max_context: the most tokens of one request.
     """
 
     def __init__(self, allocator, eos_ids, max_batch_tokens, max_requests, max_context):
@@ -81,15 +82,16 @@ class Scheduler:
         if needed > self.allocator.num_blocks:
             raise ValueError(
                 f"request needs {needed} KV blocks (prompt {request.num_prompt} + max_new_tokens "
-                f"{request.params.max_new_tokens}), the cache has {self.allocator.num_blocks}: shorten it or raise kv_blocks"
+                f"{request.params.max_new_tokens}), the cache has {self.allocator.num_blocks}: "
+                "shorten it or raise kv_blocks"
             )
         self.waiting.append(request)
 
     def schedule(self):
         """Choose the next step: a list of (request, num_tokens), empty when there is nothing to do.
 
-        Every request of the list has blocks for its tokens. Only the last one may stop short of its newest token, so the
-        requests that get a token from this step are a prefix of the list.
+        Every request of the list has blocks for its tokens. Only the last one may stop short of its newest token, so
+        the requests that get a token from this step are a prefix of the list.
         """
         scheduled = self._schedule_decodes()
         budget = self.max_batch_tokens - len(scheduled)
@@ -128,7 +130,8 @@ class Scheduler:
         return request
 
     def _admit(self, budget):
-        """Start the oldest waiting request if the step, the slots and the cache have room for all it knows; else None."""
+        """Start the oldest waiting request if the step, the slots and the cache have room for all it knows; else
+        None."""
         if budget == 0 or not self.waiting or len(self.running) == self.max_requests:
             return None
         if self.allocator.blocks_for(len(self.waiting[0].token_ids)) > self.allocator.num_free:
@@ -172,7 +175,8 @@ class Scheduler:
         raise ValueError(f"no unfinished request has the id {request_id!r}")
 
     def check(self):
-        """Assert that no block is lost or has two owners, and that each table fits its tokens. Callable at any moment."""
+        """Assert that no block is lost or has two owners, and that each table fits its tokens. Callable at any
+        moment."""
         self.allocator.check([request.block_table for request in self.requests])
         for request in self.requests:
             held, computed = len(request.block_table), request.num_computed

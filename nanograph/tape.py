@@ -1,12 +1,13 @@
 """Graphs without a GPU: a segment is a tape of operations, with the same rules as a CUDA graph and none of its speed.
 
-While a segment is captured, every operation below autograd runs and is recorded with its arguments. A replay runs each again
-and copies its result into the tensor recorded at capture: like a CUDA graph, a tape reads and writes fixed addresses and has
-frozen its arguments. Views only alias, so they are not run again; operations that change a tensor in place are just run.
+While a segment is captured, every operation below autograd runs and is recorded with its arguments. A replay runs each
+again and copies its result into the tensor recorded at capture: like a CUDA graph, a tape reads and writes fixed
+addresses and has frozen its arguments. Views only alias, so they are not run again; operations that change a tensor in
+place are just run.
 
-Memory behaves like a graph pool, too: a result that dies during the capture gives its memory to the pool, and the next result
-of this or any other tape takes it. So tapes of several buckets overlap, as CUDA graphs do, and whoever keeps a result that
-a tape owns sees it overwritten.
+Memory behaves like a graph pool, too: a result that dies during the capture gives its memory to the pool, and the next
+result of this or any other tape takes it. So tapes of several buckets overlap, as CUDA graphs do, and whoever keeps a
+result that a tape owns sees it overwritten.
 
 Read first: capture.py, whose protocol this follows. Read next: executors/full.py.
 """

@@ -1,5 +1,7 @@
 """Small models with seeded random weights, so that tests need no checkpoint, no GPU and no patience."""
 
+import gc
+
 import pytest
 import torch
 
@@ -38,13 +40,20 @@ GPU = "cuda" if torch.cuda.is_available() else None
 
 
 def make_model(config=NANO, device="cpu", dtype=torch.float32, scale=10.0):
-    """A random model whose weights are `scale` times the usual size, so that its logits differ clearly between tokens."""
+    """A random model whose weights are `scale` times the usual size, so that its logits differ clearly between
+    tokens."""
     model = random_model(config, reference, config.max_positions, torch.device(device), dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not name.endswith("norm.weight"):
                 parameter.mul_(scale)
     return model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _small_garbage():
+    """Each capture collects garbage once; what the imports have left need not be looked through every time."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -1,8 +1,8 @@
 """The three modes. Read eager.py, full.py and breakable.py in this order, best as diffs of one to the next.
 
-Each executor has the same face: `bucket_for(num_tokens)` says how many rows the next batch is padded to (None: not padded),
-`run()` computes the logits of the step that the batch holds, `count_launches()` says what that takes, `graph_bytes()` what the
-graphs hold, and `capture_ahead()` captures every bucket before the first step.
+Each executor has the same face: `bucket_for(num_tokens)` says how many rows the next batch is padded to (None: not
+padded), `run()` computes the logits of the step that the batch holds, `count_launches()` says what that takes,
+`graph_bytes()` what the graphs hold, and `capture_ahead()` captures every bucket before the first step.
 """
 
 from collections import Counter

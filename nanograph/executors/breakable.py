@@ -1,7 +1,7 @@
 """Mode breakable: graph segments with eager operations between them, so that one of them may do what no graph can.
 
-What this adds to full.py: the names of the operations at which the recorder breaks, a count of the breaks run, and a warning
-where none was met. Read next: engine.py.
+What this adds to full.py: the names of the operations at which the recorder breaks, a count of the breaks run, and a
+warning where none was met. Read next: engine.py.
 """
 
 import warnings
@@ -20,7 +20,8 @@ class BreakableExecutor:
         self.model, self.batch, self.stats, self.buckets = model, batch, stats, buckets
         self.recorder = Recorder(make_pool(batch.device), breaks, max_rows=buckets[-1])
         self.graphs = {}  # bucket -> Graph; None where its capture has failed
-        # Graphs share one pool, so replaying one overwrites what another returned: logits leave for a buffer outside it.
+        # Graphs share one pool, so replaying one overwrites what another returned: logits leave for a buffer outside
+        # it.
         self.logits = torch.zeros(batch.max_requests, model.config.vocab_size, device=batch.device)
 
     def bucket_for(self, num_tokens):
@@ -45,7 +46,8 @@ class BreakableExecutor:
         self.logits[: logits.shape[0]].copy_(logits)
 
     def _capture(self, bucket):
-        """Capture the batch's bucket, which computes its step. A failure is reported once and leaves the bucket eager."""
+        """Capture the batch's bucket, which computes its step. A failure is reported once and leaves the bucket
+        eager."""
         try:
             graph = self.recorder.capture(self._forward, self.batch.addresses())
         except Exception as error:
@@ -61,7 +63,8 @@ class BreakableExecutor:
         return graph
 
     def count_launches(self):
-        """What the CPU launches to compute the batch's step once more: segments and the kernels of breaks, or every kernel."""
+        """What the CPU launches to compute the batch's step once more: segments and the kernels of breaks, or every
+        kernel."""
         if graph := self.graphs.get(self.batch.num_rows):
             return len(graph.segments) + sum(count_operations(step.replay) for step in graph.breaks)
         return count_operations(self._forward)

@@ -1,4 +1,5 @@
-"""Mode eager: launch every kernel, every step. The baseline, and the meaning that the other two must reproduce bit for bit.
+"""Mode eager: launch every kernel, every step. The baseline, and the meaning that the other two must reproduce bit for
+bit.
 
 Read next: full.py.
 """

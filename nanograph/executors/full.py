@@ -1,7 +1,8 @@
-"""Mode full: the whole forward is one graph a bucket. The step's tokens are padded up to the bucket, and one launch runs it.
+"""Mode full: the whole forward is one graph a bucket. The step's tokens are padded up to the bucket, and one launch
+runs it.
 
-What this adds to eager.py: buckets, a recorder, a graph for each bucket, captured when it is first needed, and a buffer for
-the logits. Read next: breakable.py.
+What this adds to eager.py: buckets, a recorder, a graph for each bucket, captured when it is first needed, and a buffer
+for the logits. Read next: breakable.py.
 """
 
 import warnings
@@ -20,7 +21,8 @@ class FullExecutor:
         self.model, self.batch, self.stats, self.buckets = model, batch, stats, buckets
         self.recorder = Recorder(make_pool(batch.device))
         self.graphs = {}  # bucket -> Graph; None where its capture has failed
-        # Graphs share one pool, so replaying one overwrites what another returned: logits leave for a buffer outside it.
+        # Graphs share one pool, so replaying one overwrites what another returned: logits leave for a buffer outside
+        # it.
         self.logits = torch.zeros(batch.max_requests, model.config.vocab_size, device=batch.device)
 
     def bucket_for(self, num_tokens):
@@ -44,7 +46,8 @@ class FullExecutor:
         self.logits[: logits.shape[0]].copy_(logits)
 
     def _capture(self, bucket):
-        """Capture the batch's bucket, which computes its step. A failure is reported once and leaves the bucket eager."""
+        """Capture the batch's bucket, which computes its step. A failure is reported once and leaves the bucket
+        eager."""
         try:
             graph = self.recorder.capture(self._forward, self.batch.addresses())
         except Exception as error:

@@ -40,9 +40,9 @@ def rotate(x, cos, sin):
 def rotate_and_cache(qkv, rotary_table, positions, k_cache, v_cache, slot_mapping):
     """Rotate queries and keys by their positions; write keys and values into the paged cache.
 
-    qkv [T, (H + 2 Hkv) * D]; rotary_table float32 [2, max_context, D/2] (cos, sin) or None for a model with learned positions;
-    positions, slot_mapping int32 [T]; k_cache, v_cache [blocks, B, Hkv, D], written at flat slot `block * B + offset`.
-    Returns the queries [T, H, D]. Padded rows carry a slot of the trash block, which nobody reads.
+    qkv [T, (H + 2 Hkv) * D]; rotary_table float32 [2, max_context, D/2] (cos, sin) or None for a model with learned
+    positions; positions, slot_mapping int32 [T]; k_cache, v_cache [blocks, B, Hkv, D], written at flat slot `block * B
+    + offset`. Returns the queries [T, H, D]. Padded rows carry a slot of the trash block, which nobody reads.
     """
     num_kv_heads, head_dim = k_cache.shape[2:]
     qkv = qkv.view(qkv.shape[0], -1, head_dim)
@@ -94,7 +94,8 @@ def key_tile_size(num_query_tiles):
 
 
 def paged_attention(q, k_cache, v_cache, cu_seqlens_q, seq_lens, block_tables, sinks, window, scale, max_seq_len):
-    """Causal attention of ragged queries over paged keys and values, with an online softmax (Milakov & Gimelshein 2018).
+    """Causal attention of ragged queries over paged keys and values, with an online softmax (Milakov & Gimelshein
+    2018).
 
     q [T, H, D]; k_cache, v_cache [blocks, B, Hkv, D]; cu_seqlens_q int32 [R + 1]: rows of request r are
     cu_seqlens_q[r] to cu_seqlens_q[r + 1]; seq_lens int32 [R]: its length with those rows, 0 for an unused slot;
@@ -118,7 +119,7 @@ def paged_attention(q, k_cache, v_cache, cu_seqlens_q, seq_lens, block_tables, s
     )  # [N, Hkv, G*tile_q, D]
 
     # Without sinks the running maximum starts at a finite number: -inf - -inf would be NaN.
-    peak = torch.full(queries.shape[:3] + (1,), -1e30, device=q.device)
+    peak = torch.full((*queries.shape[:3], 1), -1e30, device=q.device)
     total, mixed = torch.zeros_like(peak), torch.zeros_like(queries)
     if sinks is not None:
         peak = sinks.float().view(1, num_kv_heads, -1, 1).expand(num_tiles, -1, -1, tile_q).flatten(2)[..., None]
@@ -184,12 +185,34 @@ def route(router_logits, experts_per_token, num_tokens):
     )
 
 
+class Mxfp4(NamedTuple):
+    """Expert weights as gpt-oss publishes them: 4-bit floats (e2m1), 32 of which share a power of two (OCP MX v1.0)."""
+
+    blocks: torch.Tensor  # uint8 [E, out, in / 2]: two values a byte, the low half first
+    scales: torch.Tensor  # uint8 [E, out, in / 32]: exponent + 127 (e8m0)
+
+    @property
+    def shape(self):
+        return (*self.blocks.shape[:-1], 2 * self.blocks.shape[-1])
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def decode_mxfp4(weight, dtype):
+    """The values of Mxfp4 weights (or of some of their experts): [..., out, in] in `dtype`."""
+    codes = torch.stack([weight.blocks & 15, weight.blocks >> 4], dim=-1).flatten(-2)
+    values = torch.tensor(E2M1, device=codes.device)[codes.int()]
+    exponents = (weight.scales.int() - 127).repeat_interleave(32, dim=-1)
+    return torch.ldexp(values, exponents).to(dtype)
+
+
 def grouped_linear(x, weight, bias, routing):
     """Each sorted row through its expert: x [T * k, in], weight [E, out, in], bias [E, out] -> [T * k, out].
 
-    Rows of no expert are undefined. Three ways, none of which reads the offsets on the host:
-    `F.grouped_mm` on recent CUDA cards in bf16 (its fallback elsewhere does read them); a gather of each row's weights where
-    rows are few; else every expert over all rows, of which each row keeps its own.
+    Rows of no expert are undefined. Three ways, none of which reads the offsets on the host: `F.grouped_mm` on recent
+    CUDA cards in bf16 (its fallback elsewhere does read them); a gather of each row's weights where rows are few; else
+    every expert over all rows, of which each row keeps its own.
     """
     num_experts = weight.shape[0]
     row_bias = bias[routing.expert_of_row.clamp(max=num_experts - 1)]
