@@ -21,7 +21,7 @@ import gc
 import threading
 import traceback
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -372,8 +372,10 @@ class CudaSegment:
     def abandon(self):
         """Leave capture mode after a failure; the half graph is dropped."""
         self._leave()
-        with suppress(RuntimeError):  # an invalidated capture ends with an error: that it has ended is all we want
+        try:
             self.graph.capture_end()
+        except RuntimeError:  # invalidated, by a synchronization say: then torch leaves its allocator on the pool
+            torch._C._cuda_endAllocateToPool(self.pool.device.index, self.pool.handle)
         torch.cuda.synchronize(self.pool.device)
 
     def _leave(self):

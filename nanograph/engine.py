@@ -294,6 +294,8 @@ def pick_device(name):
         raise ValueError(
             f"device {name} asked for, but torch sees {torch.cuda.device_count()} CUDA GPUs: use device cpu"
         )
+    if device.type == "cuda":  # with its number, also where none was given
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     return device
 
 
