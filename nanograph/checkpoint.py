@@ -83,7 +83,8 @@ def gpt_oss_config(raw):
 def gpt_oss_sources(config):
     """Where each parameter comes from: our name -> names in the file, which are laid one below the other."""
     sources = {"embedding.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"]}
-    sources["head.weight"] = ["lm_head.weight"]
+    if not config.tie_embeddings:
+        sources["head.weight"] = ["lm_head.weight"]
     for layer in range(config.num_layers):
         ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
         sources |= {

@@ -1,0 +1,285 @@
+"""How nano, the model that ships with nanograph, was made: `python tutorials/train_nano.py --text FILE`.
+
+FILE is plain text: plays, separated by two blank lines. The script learns a byte-pair vocabulary, trains the model of
+nanograph/model.py on 95 % of the plays, keeps the weights that predict the held-out 5 % best, and writes a checkpoint in
+gpt-oss's format. The log (losses, GPU, time) goes to tutorials/results/train_nano.json.
+
+The model is the one that serves, but for two operations: training has no KV cache, so `dense_rotary` and `dense_attention`
+replace the ones that read and write it. The corpus is small (about 1.4 million tokens), so overfitting is the enemy: hence
+dropout, weight decay, and keeping the best weights rather than the last.
+"""
+
+import argparse
+import base64
+import datetime
+import json
+import math
+import random
+import re
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from nanograph.checkpoint import gpt_oss_config, gpt_oss_sources
+from nanograph.kernels import reference
+from nanograph.model import GPT, Attention, Rotary
+from nanograph.tokenizer import SPLIT, own_encoding
+
+CONTEXT, VOCABULARY, RESULTS = 1024, 4096, Path(__file__).with_name("results")
+PLAY = re.compile(r"\n\n\n+(?=(?:[^\n]+\n\n)?(?:ACT I|PROLOGUE|INDUCTION)\b)")  # two blank lines, a title, the first act
+CONFIG = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "dtype": "bfloat16",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 144,
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 7.0,
+    "hidden_act": "silu",
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": VOCABULARY - 1,
+}
+
+
+def split_plays(text):
+    """Plays for training and held-out plays of about 5 % of the text, chosen by a fixed seed."""
+    plays = [play.strip("\n") + "\n" for play in PLAY.split(text)]
+    random.Random(0).shuffle(plays)
+    held_out = [plays.pop()]
+    while sum(map(len, held_out)) < 0.045 * len(text) and len(plays) > 1:
+        held_out.append(plays.pop())
+    return plays, held_out
+
+
+def train_vocabulary(plays, path):
+    """Learn VOCABULARY - 1 byte-pair ranks and write them as tiktoken's `base64 rank` lines: the 256 bytes, then merges."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(
+        plays, trainers.BpeTrainer(vocab_size=VOCABULARY - 1, initial_alphabet=alphabet, show_progress=False)
+    )
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that byte-level BPE (GPT-2) leaves as they are
+    shifted = [byte for byte in range(256) if byte not in printable]
+    to_byte = {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(shifted)}
+    merged = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]) if len(token) > 1]
+    tokens = [bytes([byte]) for byte in range(256)] + [bytes(to_byte[letter] for letter in token) for token in merged]
+    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)))
+
+
+def encode(plays, encoding):
+    """All plays in one row of token ids, <|endoftext|> after each."""
+    ids = [id for play in plays for id in [*encoding.encode_ordinary(play), VOCABULARY - 1]]
+    return torch.tensor(ids, dtype=torch.int32)
+
+
+def dense_rotary(self, qkv, batch):
+    """Rotary.forward without a cache: keys and values wait in the batch until the layer's attention takes them."""
+    cos, sin = self.table[:, batch.positions].unsqueeze(2)
+    q, k, v = qkv.unflatten(1, (-1, CONFIG["head_dim"])).split(
+        [CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"], CONFIG["num_key_value_heads"]], dim=1
+    )
+    batch.keys_values = reference.rotate(k, cos, sin), v
+    return reference.rotate(q, cos, sin)
+
+
+def dense_attention(self, q, batch):
+    """Attention.forward over whole sequences of equal length, differentiable, sinks and window included."""
+    length, groups = batch.length, CONFIG["num_attention_heads"] // CONFIG["num_key_value_heads"]
+    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, *batch.keys_values))  # [sequences, heads, S, D]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+    seen = (distance >= 0) & (distance < (self.window or length))
+    scores = torch.where(seen, q @ k.transpose(-1, -2) * self.scale, -torch.inf)
+    sinks = self.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, sinks.to(scores.dtype)], dim=-1).float().softmax(-1)[..., :-1].to(v.dtype)
+    return (weights @ v).transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def forward(model, ids):
+    """Logits of every position: ids [sequences, S] -> [sequences, S, vocabulary]."""
+    rows, length = ids.shape
+    positions = torch.arange(length, device=ids.device).repeat(rows)
+    num_tokens = torch.full((1,), rows * length, device=ids.device)
+    batch = SimpleNamespace(input_ids=ids.flatten(), positions=positions, cu_seqlens_q=num_tokens, length=length)
+    return model.head(model.norm(model.hidden_states(batch))).view(rows, length, -1)
+
+
+def add_dropout(model, rate):
+    """Drop parts of what enters the residual stream, while training."""
+    for name, module in model.named_modules():
+        if name.endswith(("embedding", "attention_output", "mlp")):
+            module.register_forward_hook(lambda module, _, out: F.dropout(out, rate, module.training))
+
+
+def balance_loss(router_logits):
+    """1 where experts are used evenly, more where not: the load-balancing loss of Switch Transformer (Fedus et al. 2021)."""
+    experts, top = CONFIG["num_local_experts"], CONFIG["num_experts_per_tok"]
+    chosen = F.one_hot(router_logits.topk(top, dim=-1).indices, experts).float().sum(1).mean(0) / top
+    return experts * (chosen * router_logits.float().softmax(-1).mean(0)).sum()
+
+
+@torch.no_grad()
+def held_out_nats(model, ids):
+    """Total nats of a row of ids, each but the first predicted once, from at least half a context of what precedes it."""
+    model.eval()
+    total, step = 0.0, CONTEXT // 2
+    for start in range(0, len(ids) - 1, step):
+        begin = max(0, start + step - CONTEXT)
+        window = ids[begin : start + step + 1][None]
+        losses = F.cross_entropy(forward(model, window[:, :-1])[0].float(), window[0, 1:].long(), reduction="none")
+        total += losses[start - begin :].sum().item()
+    model.train()
+    return total
+
+
+def train(model, ids, held_out, args):
+    """Train in the model's dtype with float32 master weights. Returns the log; leaves the best weights in the model."""
+    router_logits, log, best = [], [], (math.inf, None)
+    for module in (block.mlp.router for block in model.blocks):
+        module.register_forward_hook(lambda module, _, out: router_logits.append(out))
+    add_dropout(model, args.dropout)
+    parameters = list(model.parameters())
+    masters = [parameter.detach().float().clone() for parameter in parameters]
+    decayed = [master for master in masters if master.ndim > 1]
+    plain = [master for master in masters if master.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
+    warmup, starts = max(1, args.steps // 20), torch.Generator().manual_seed(0)
+    for step in range(args.steps + 1):
+        if step % args.evaluate_every == 0 or step == args.steps:
+            nats = held_out_nats(model, held_out) / (len(held_out) - 1)
+            if nats < best[0]:
+                best = nats, [parameter.detach().clone() for parameter in parameters]
+            log.append({"step": step, "loss": loss.item() if step else None, "held_out_loss": nats})
+            print(log[-1], flush=True)
+        if step == args.steps:
+            break
+        at = torch.randint(max(1, len(ids) - args.length), (args.batch,), generator=starts)
+        window = torch.stack([ids[start : start + args.length + 1] for start in at])
+        router_logits.clear()
+        logits = forward(model, window[:, :-1]).flatten(0, 1).float()
+        loss = F.cross_entropy(logits, window[:, 1:].flatten().long())
+        (loss + 0.01 * sum(map(balance_loss, router_logits)) / len(router_logits)).backward()
+        for parameter, master in zip(parameters, masters):
+            master.grad, parameter.grad = parameter.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        progress = step / args.steps
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * progress))
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, masters)
+    with torch.no_grad():
+        torch._foreach_copy_(parameters, best[1])
+    return log
+
+
+def initialize(model):
+    """Normal weights of standard deviation 0.02; those that write to the residual stream smaller by its depth (GPT-2)."""
+    for name, parameter in model.named_parameters():
+        depth = math.sqrt(2 * len(model.blocks)) if name.endswith(("attention_output.weight", "mlp.down")) else 1.0
+        if parameter.ndim > 1 and not name.endswith("_bias"):
+            torch.nn.init.normal_(parameter, std=0.02 / depth)
+        elif name.endswith("bias"):
+            torch.nn.init.zeros_(parameter)
+
+
+def save(model, folder):
+    """Write config.json and model.safetensors under gpt-oss's names: q, k, v apart, experts as [expert, in, out]."""
+    tensors, heads = {}, CONFIG["num_attention_heads"] * CONFIG["head_dim"]
+    kv = CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
+    for ours, theirs in gpt_oss_sources(model.config).items():
+        tensor = model.get_parameter(ours).detach().bfloat16().cpu()
+        if ours.endswith(("mlp.gate_up", "mlp.down")):
+            tensor = tensor.transpose(1, 2)
+        parts = tensor.split([heads, kv, kv]) if len(theirs) == 3 else [tensor]
+        tensors |= {name: part.contiguous() for name, part in zip(theirs, parts)}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+
+
+def machine(device):
+    """What the log says of the machine."""
+    if device.type != "cuda":
+        return {"device": "cpu"}
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.split()[0]
+    return {"device": torch.cuda.get_device_name(device), "driver": driver}
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--text", type=Path, required=True, help="plays, separated by two blank lines")
+    parser.add_argument("--out", type=Path, default=Path(reference.__file__).parents[1] / "assets", help="folder")
+    parser.add_argument("--log", type=Path, default=RESULTS / "train_nano.json")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--evaluate-every", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=16, help="sequences a step")
+    parser.add_argument("--length", type=int, default=CONTEXT, help="tokens a sequence")
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--dropout", type=float, default=0.2)
+    parser.add_argument("--weight-decay", type=float, default=0.3)
+    args = parser.parse_args(argv)
+    torch.manual_seed(0)
+    device, began = torch.device(args.device), time.time()
+    plays, held_out = split_plays(args.text.read_text(encoding="utf-8"))
+    args.out.mkdir(parents=True, exist_ok=True)
+    train_vocabulary(plays, args.out / "vocab.tiktoken")
+    encoding = own_encoding(args.out / "vocab.tiktoken", VOCABULARY)
+    ids, held_out_ids = (encode(part, encoding).to(device) for part in (plays, held_out))
+
+    Rotary.forward, Attention.forward = dense_rotary, dense_attention
+    with device:
+        model = GPT(gpt_oss_config(CONFIG), reference, CONTEXT, device)
+        initialize(model)
+    model.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    log = train(model, ids, held_out_ids, args)
+    save(model, args.out)
+
+    best = min(row["held_out_loss"] for row in log)
+    held_out_bytes = sum(len(play.encode()) for play in held_out)
+    summary = {
+        "command": "python tutorials/train_nano.py --text FILE "
+        f"--steps {args.steps} --batch {args.batch} --lr {args.lr} --dropout {args.dropout} "
+        f"--weight-decay {args.weight_decay}",
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        **machine(device),
+        "seconds": round(time.time() - began),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "train_tokens": len(ids),
+        "held_out_plays": [play.splitlines()[0] for play in held_out],
+        "held_out_loss": best,
+        "held_out_bits_per_byte": best * (len(held_out_ids) - 1) / math.log(2) / held_out_bytes,
+        "log": log,
+    }
+    args.log.parent.mkdir(parents=True, exist_ok=True)
+    args.log.write_text(json.dumps(summary, indent=1) + "\n")
+    print({key: value for key, value in summary.items() if key != "log"})
+
+
+if __name__ == "__main__":
+    main()
