@@ -9,6 +9,8 @@ Read first: engine.py.
 import argparse
 import sys
 import warnings
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from nanograph.options import BREAKS, DTYPES, KERNELS, MODES, EngineOptions, SamplingParams
@@ -21,11 +23,18 @@ class CommandLine(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def add_engine_arguments(parser):
-    """The options of EngineOptions that command lines share."""
+def add_engine_arguments(parser, several=False):
+    """The options of EngineOptions that command lines share. several: --modes and --kernels, which take lists."""
     group = parser.add_argument_group("engine")
     group.add_argument("--model", default="nano", help="nano, or a checkpoint folder (default: nano)")
-    group.add_argument("--mode", choices=MODES, default="breakable", help="how a step is launched (default: breakable)")
+    if several:
+        group.add_argument("--modes", default=",".join(MODES), help="as eager,full (default: all three)")
+        group.add_argument("--kernels", help=f"as {','.join(KERNELS)} (default: the fastest)")
+    else:
+        group.add_argument(
+            "--mode", choices=MODES, default="breakable", help="how a step is launched (default: breakable)"
+        )
+        group.add_argument("--kernels", choices=KERNELS, help="default: the fastest that the device can run")
     group.add_argument(
         "--breaks",
         default="attention",
@@ -40,7 +49,6 @@ def add_engine_arguments(parser):
     )
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     group.add_argument("--dtype", choices=DTYPES, help="default: float32 on the CPU, the checkpoint's own on CUDA")
-    group.add_argument("--kernels", choices=KERNELS, help="default: the fastest that the device can run")
     group.add_argument(
         "--capture", choices=("lazy", "ahead"), default="lazy", help="capture on first use or before (default: lazy)"
     )
@@ -63,6 +71,24 @@ def engine_options(args):
     return EngineOptions(**{name: getattr(args, name) for name in names})
 
 
+def open_llms(args, **changes):
+    """An LLM for each kernel set and mode of arguments that take several, the modes over one copy of the weights.
+
+    changes: options that the command line sets itself. Raises ValueError.
+    """
+    several = product(args.kernels.split(",") if args.kernels else [None], args.modes.split(","))
+    chosen = [argparse.Namespace(**{**vars(args), "kernels": kernels, "mode": mode}) for kernels, mode in several]
+    options = [replace(engine_options(one), **changes) for one in chosen]
+
+    from nanograph.engine import LLM
+
+    llms = []
+    for one in options:
+        owner = next((llm for llm in llms if llm.options.kernels == one.kernels), None)
+        llms.append(LLM(**vars(replace(one, model=owner.model) if owner else one)))
+    return llms
+
+
 def parse_arguments(argv):
     parser = CommandLine("python -m nanograph.generate", description="Generate text.")
     prompts = parser.add_mutually_exclusive_group()
@@ -80,6 +106,7 @@ def parse_arguments(argv):
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past the model's end-of-text token")
     add_engine_arguments(parser)
     parser.add_argument("--stats", action="store_true", help="say on standard error what the engine did")
+    parser.add_argument("--explain", action="store_true", help="say on standard error what the captured graphs hold")
     return parser.parse_args(argv)
 
 
@@ -125,6 +152,7 @@ def run(args):
         raise ValueError("prompt is empty: give at least one character")
 
     from nanograph.engine import LLM  # torch: from here on it takes a second
+    from nanograph.explain import explain
 
     llm = LLM(**vars(options))
     try:
@@ -137,6 +165,8 @@ def run(args):
     finally:
         if args.stats:
             print_stats(llm)
+        if args.explain:
+            print(explain(llm), file=sys.stderr)
 
 
 def print_in_order(llm, prompts, params):
@@ -155,18 +185,21 @@ def print_in_order(llm, prompts, params):
         raise refused
 
 
-def main(argv=None):
-    args = parse_arguments(argv)
+def exit_code(program, run, args):
+    """Do what a command line asks, `run(args)`: 0 or what it returns; 2, after one line, for what cannot be done."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     try:
-        run(args)
+        return run(args) or 0
     except ValueError as error:
-        print(f"python -m nanograph.generate: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    return 0
+
+
+def main(argv=None):
+    return exit_code("python -m nanograph.generate", run, parse_arguments(argv))
 
 
 if __name__ == "__main__":

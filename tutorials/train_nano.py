@@ -105,16 +105,23 @@ def dense_rotary(self, qkv, batch):
 
 
 def dense_attention(self, q, batch):
-    """Attention.forward over whole sequences of equal length, differentiable, sinks and window included."""
+    """Attention.forward over whole sequences of equal length, differentiable, sinks and window included.
+
+    A sink is a key with no content and no value but one feature of its own, in which every query carries its head's sink
+    logit. Features and keys are added by eights, which keeps fast attention kernels usable.
+    """
     length, groups = batch.length, CONFIG["num_attention_heads"] // CONFIG["num_key_value_heads"]
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, *batch.keys_values))  # [sequences, heads, S, D]
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    k, v = (F.pad(x, (0, 8, 8, 0)).repeat_interleave(groups, dim=1) for x in (k, v))
+    sink_key = F.one_hot(torch.tensor(CONFIG["head_dim"]), k.shape[-1]).to(k)
+    k = torch.cat([sink_key.expand(*k.shape[:2], 1, -1), k[:, :, 1:]], dim=2)
+    sinks = (self.sinks / self.scale).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
+    q = F.pad(torch.cat([q, sinks.to(q.dtype)], dim=-1), (0, 7))
     distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-    seen = (distance >= 0) & (distance < (self.window or length))
-    scores = torch.where(seen, q @ k.transpose(-1, -2) * self.scale, -torch.inf)
-    sinks = self.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    weights = torch.cat([scores, sinks.to(scores.dtype)], dim=-1).float().softmax(-1)[..., :-1].to(v.dtype)
-    return (weights @ v).transpose(1, 2).flatten(0, 1).flatten(1)
+    seen = F.pad((distance >= 0) & (distance < (self.window or length)), (8, 0))
+    seen[:, 0] = True
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.scale)
+    return out[..., :-8].transpose(1, 2).flatten(0, 1).flatten(1)
 
 
 def forward(model, ids):
