@@ -321,14 +321,17 @@ class CudaPool:
     """
 
     def __init__(self, device):
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
-        self.handle = torch.cuda.graph_pool_handle()
+        self.device, self.stream, self.anchors = device, torch.cuda.Stream(device), []
         with self.session():
-            self.anchor = CudaSegment(self)
-            self.anchor.begin()
-            self.anchor.tensor = torch.zeros(1, device=device)
-            self.anchor.end()
+            self.renew()
+
+    def renew(self):
+        """Begin a pool. Also needed after a capture that CUDA has invalidated: torch refuses to record to its pool again."""
+        self.handle = torch.cuda.graph_pool_handle()
+        anchor = CudaSegment(self)
+        anchor.begin()
+        self.anchors.append((anchor, torch.zeros(1, device=self.device)))
+        anchor.end()
 
     @contextmanager
     def session(self):
@@ -347,15 +350,16 @@ class CudaPool:
 
     def held_bytes(self):
         """Bytes of device memory that the pool's graphs hold."""
+        ours = {tuple(anchor.graph.pool()) for anchor, _ in self.anchors}
         segments = torch.cuda.memory_snapshot()
-        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self.handle))
+        return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) in ours)
 
 
 class CudaSegment:
     """One CUDA graph. A capture computes nothing: `end` replays it once, so that what follows sees real values."""
 
     def __init__(self, pool):
-        self.pool, self.graph = pool, torch.cuda.CUDAGraph()
+        self.pool, self.graph = pool, torch.cuda.CUDAGraph(keep_graph=True)  # kept: explain.py reads its nodes
         self.watchers = (HostReads(), Watch())
 
     def begin(self):
@@ -367,6 +371,7 @@ class CudaSegment:
     def end(self):
         self._leave()
         self.graph.capture_end()
+        self.graph.instantiate()
         self.graph.replay()
 
     def abandon(self):
@@ -374,8 +379,9 @@ class CudaSegment:
         self._leave()
         try:
             self.graph.capture_end()
-        except RuntimeError:  # invalidated, by a synchronization say: then torch leaves its allocator on the pool
+        except RuntimeError:  # invalidated, by a synchronization say
             torch._C._cuda_endAllocateToPool(self.pool.device.index, self.pool.handle)
+            self.pool.renew()
         torch.cuda.synchronize(self.pool.device)
 
     def _leave(self):

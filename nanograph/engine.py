@@ -160,6 +160,11 @@ class LLM:
         self._stats.graph_bytes = self.executor.graph_bytes()
         return self._stats
 
+    @torch.no_grad()
+    def count_launches(self):
+        """What the CPU launches to compute the last step once more: segments of graphs, and operations outside of them."""
+        return self.executor.count_launches()
+
     def add(self, prompt, params=None, request_id=None):
         """Submit a prompt, a text or a list of token ids, and return its Result, which grows as `step` is called.
 

@@ -163,26 +163,28 @@ def run(args):
         else:
             print_in_order(llm, prompts, params)
     finally:
-        if args.stats:
+        if args.stats and llm.stats.steps:
             print_stats(llm)
         if args.explain:
             print(explain(llm), file=sys.stderr)
 
 
 def print_in_order(llm, prompts, params):
-    """Each text whole, as soon as those before it are complete; refused prompts have none."""
-    from nanograph.engine import RequestsRefused
-
+    """Each text whole and in order, also what there is of them when Ctrl-C ends it. Refused prompts have none."""
+    results, refused = {}, []
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            results[number] = llm.add(prompt, params)
+        except ValueError as error:
+            refused.append(f"prompt {number}: {error}")
     try:
-        results = llm.generate(prompts, params)
-        refused = None
-    except RequestsRefused as error:
-        results, refused = error.results, error
-    for number, result in enumerate(results, 1):
-        if result:
+        while any(result.finish_reason is None for result in results.values()):
+            llm.step()
+    finally:
+        for number, result in results.items():
             write(f"=== {number} ===\n{result.text}\n")
     if refused:
-        raise refused
+        raise ValueError("; ".join(refused))
 
 
 def exit_code(program, run, args):

@@ -11,13 +11,17 @@ Read first: nothing. Read next: engine.py.
 import base64
 import codecs
 
-SPLIT = r"'(?:[sdmt]|ll|ve|re)\b| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\n+|[^\S\n]+"  # nano: a run of newlines is one piece
+# Where nano's text is cut before byte pairs merge: words and marks keep the blank before them, newlines come in runs.
+SPLIT = r"'(?:[sdmt]|ll|ve|re)\b| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\n+|[^\S\n]+"
 END_OF_TEXT = "<|endoftext|>"
 KNOWN = {50257: "gpt2", 201088: "o200k_harmony"}  # vocabulary size -> tiktoken's name
+# The most characters that tiktoken gets at a time. Its own patterns overflow their stack at a million blanks in a row,
+# with a panic that no `except Exception` sees.
+MAX_CHARACTERS = 500_000
 
 
 def load_tokenizer(folder, vocab_size, eos_ids=()):
-    """The Tokenizer of a checkpoint folder: its own `vocab.tiktoken`, else the tiktoken encoding of that vocabulary size.
+    """The Tokenizer of a checkpoint folder: over its own `vocab.tiktoken`, else the encoding of that vocabulary size.
 
     Raises ValueError for a broken vocabulary file, for a size that fits no known encoding, and where tiktoken cannot
     download its ranks.
@@ -33,23 +37,21 @@ def load_tokenizer(folder, vocab_size, eos_ids=()):
 def own_encoding(path, vocab_size):
     """A tiktoken.Encoding from a rank file, one `base64(bytes) rank` a line, with <|endoftext|> as its last id.
 
-    Raises ValueError unless the ranks are 0, 1, 2 … up to the vocabulary's size, each token once, all single bytes among
-    them.
+    Raises ValueError unless the ranks are 0, 1, 2 … up to the vocabulary's size, each token once, and all single bytes
+    are among them.
     """
     import tiktoken
 
     try:
         pairs = [line.split() for line in path.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no vocabulary of 'base64 rank' lines: {error}") from None
     if sorted(ranks.values()) != list(range(len(pairs))) or not all(bytes([byte]) in ranks for byte in range(256)):
         raise ValueError(f"{path} must give each token one rank, from 0 without gaps, and hold all 256 single bytes")
     if len(ranks) + 1 != vocab_size:
         raise ValueError(f"{path} has {len(ranks)} ranks and {END_OF_TEXT}, config.json a vocabulary of {vocab_size}")
-    return tiktoken.Encoding(
-        path.name, pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)}
-    )
+    return tiktoken.Encoding(path.name, pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)})
 
 
 def known_encoding(name):
@@ -61,7 +63,8 @@ def known_encoding(name):
     except Exception as error:  # whatever the network stack of the day raises
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
         raise ValueError(
-            f"tiktoken cannot download the ranks of {name} ({reason}): set TIKTOKEN_CACHE_DIR to a folder that holds them"
+            f"tiktoken cannot download the ranks of {name} ({reason}): "
+            "set TIKTOKEN_CACHE_DIR to a folder that holds them"
         ) from None
 
 
@@ -73,12 +76,16 @@ class Tokenizer:
         self._special_ids = {encoding.encode_single_token(name) for name in encoding.special_tokens_set}
 
     def encode(self, text):
-        """Token ids. What spells a special token is plain text. Raises ValueError for text that is not valid Unicode."""
+        """Token ids. What spells a special token is plain text.
+
+        Raises ValueError for a lone surrogate (half of a UTF-16 pair): no bytes spell it, so it could not come back.
+        """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(f"prompt is not valid Unicode: lone surrogate at character {error.start}") from None
-        return self.encoding.encode_ordinary(text)
+        parts = (text[start : start + MAX_CHARACTERS] for start in range(0, len(text), MAX_CHARACTERS))
+        return [token for part in parts for token in self.encoding.encode_ordinary(part)]
 
     def decode_bytes(self, token_ids):
         """The bytes of tokens. Special tokens, and ids that the encoding does not know, have none."""
@@ -100,7 +107,8 @@ class Tokenizer:
 class Detokenizer:
     """Text of one request, token by token. The pieces, joined, are the whole text up to the first stop string.
 
-    tokenizer: a Tokenizer; stop: strings that end the text and are not part of it. `stopped` says that one was found.
+    tokenizer: a Tokenizer; stop: non-empty strings that end the text and are not part of it. The text is searched after
+    each token, and ends where the first of the strings found in it begins; `stopped` then says so.
     """
 
     def __init__(self, tokenizer, stop=()):

@@ -42,6 +42,11 @@ class Span(NamedTuple):
     name: str
 
 
+def engine_name(llm):
+    """Its mode, and the kernels where they were asked for."""
+    return f"{llm.options.mode} {llm.options.kernels or ''}".strip()
+
+
 def fill_step(llm, num_tokens, decode):
     """Write a step into an idle LLM's batch: one prompt of `num_tokens` tokens, or that many requests decoding."""
     params = SamplingParams(temperature=0, max_new_tokens=2, ignore_eos=True)
@@ -55,21 +60,20 @@ def fill_step(llm, num_tokens, decode):
     llm.batch.fill(llm.scheduler.schedule(), llm.executor.bucket_for(num_tokens))
 
 
-def record_step(llm, warmups=3):
-    """Spans of the step that the batch holds: it is idempotent, so it can run again and again."""
+def record_step(llm):
+    """Spans of the step that the batch holds. It is idempotent: the first runs capture it and warm everything up."""
     import torch
 
     record = cuda_spans if llm.device.type == "cuda" else host_spans
     with torch.no_grad():
-        for _ in range(warmups):
-            record(llm.executor)
-        spans = record(llm.executor)
+        llm.executor.run()
+        *_, spans = (record(llm.executor) for _ in range(3))
     began = min(span.start for span in spans)
     return [span._replace(start=span.start - began, end=span.end - began) for span in spans]
 
 
 def cuda_spans(executor):
-    """Launches on the CPU, kernels and copies on the GPU; those that a graph launch has brought are of kind graph."""
+    """Launches on the CPU; kernels and copies on the GPU, of kind graph where a graph's launch has brought them."""
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -78,48 +82,32 @@ def cuda_spans(executor):
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         executor.run()
         torch.cuda.synchronize()
-    spans, graph_launches = [], set()  # a kernel has the number of its launch
-    for event in sorted(profiler.events(), key=lambda event: event.device_type != DeviceType.CPU):
-        on_gpu, from_graph = event.device_type == DeviceType.CUDA, "GraphLaunch" in event.name
-        if from_graph:
-            graph_launches.add(event.id)
+    graph_launches = {event.id for event in profiler.events() if "GraphLaunch" in event.name}
+    spans = []
+    for event in profiler.events():
+        on_gpu = event.device_type == DeviceType.CUDA
         if on_gpu or event.name.startswith(LAUNCHES):
-            kind = "graph" if event.id in graph_launches else "eager"
-            lane = "GPU" if on_gpu else "CPU"
-            spans.append(Span(lane, kind, event.time_range.start, event.time_range.end, event.name))
+            kind = "graph" if event.id in graph_launches else "eager"  # what runs has the number of its launch
+            lane, time = "GPU" if on_gpu else "CPU", event.time_range
+            spans.append(Span(lane, kind, time.start, time.end, event.name))
     return spans
 
 
 def host_spans(executor):
     """What the CPU computes: the segments and breaks of the batch's graph, or one operation after the other."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     from nanograph.capture import Break
+    from nanograph.executors import OperationTimer
 
-    spans = []
-
-    def timed(kind, name, function, *args, **kwargs):
-        started = perf_counter()
-        result = function(*args, **kwargs)
-        spans.append(Span("CPU", kind, 1e6 * started, 1e6 * perf_counter(), name))
-        return result
-
-    class Stopwatch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.is_view:  # computes nothing
-                return func(*args, **(kwargs or {}))
-            return timed("eager", str(func), func, *args, **(kwargs or {}))
-
-    executor.run()  # captures where that has not been done
-    graph = getattr(executor, "graphs", {}).get(executor.batch.num_rows)
+    graph, spans = executor.graphs.get(executor.batch.num_rows), []
     if graph is None:
-        with Stopwatch():
+        with OperationTimer() as timer:
             executor.run()
-    for index, step in enumerate(graph.steps if graph else []):
-        if isinstance(step, Break):
-            timed("eager", step.function.__qualname__, step.replay)
-        else:
-            timed("graph", f"segment {index}", step.replay)
+        return [Span("CPU", "eager", 1e6 * began, 1e6 * ended, name) for name, began, ended in timer.times]
+    for step in graph.steps:
+        kind, name = ("eager", step.function.__qualname__) if isinstance(step, Break) else ("graph", "segment")
+        began = perf_counter()
+        step.replay()
+        spans.append(Span("CPU", kind, 1e6 * began, 1e6 * perf_counter(), name))
     return spans
 
 
@@ -213,32 +201,24 @@ def parse_arguments(argv):
     parser = CommandLine("python -m nanograph.trace", description="Draw what CPU and GPU do in one step.")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of the step (default: 64)")
     parser.add_argument("--decode", action="store_true", help="one token each of that many requests, not one prompt")
-    parser.add_argument("--out", type=Path, help="picture to write: .svg, .png or .pdf")
-    parser.add_argument("--chrome", type=Path, help="JSON to write, for ui.perfetto.dev or chrome://tracing")
+    parser.add_argument("--out", type=Path, default="step.svg", help="picture: .svg, .png or .pdf (default: step.svg)")
+    parser.add_argument("--chrome", type=Path, help="also write JSON for ui.perfetto.dev or chrome://tracing")
     add_engine_arguments(parser, several=True)
-    args = parser.parse_args(argv)
-    if not (args.out or args.chrome):
-        parser.error("nothing to write: give --out step.svg, or --chrome step.json, or both")
-    if args.out and args.out.suffix not in (".svg", ".png", ".pdf"):
-        parser.error(f"--out must end in .svg, .png or .pdf, not {args.out.name!r}")
-    if not 1 <= args.tokens <= args.max_batch_tokens:
-        parser.error(f"--tokens must be from 1 to --max-batch-tokens ({args.max_batch_tokens}), not {args.tokens}")
-    return args
+    return parser.parse_args(argv)
 
 
 def run(args):
     """Record the step in every mode, write the files, print the summaries. Raises ValueError."""
+    if not 1 <= args.tokens <= args.max_batch_tokens:
+        raise ValueError(f"tokens must be from 1 to max_batch_tokens={args.max_batch_tokens}, not {args.tokens}")
     modes = {}
     for llm in open_llms(args, max_requests=max(64, args.tokens)):
         fill_step(llm, args.tokens, args.decode)
-        modes[f"{llm.options.mode} {llm.options.kernels or ''}".strip()] = record_step(llm)
+        modes[engine_name(llm)] = spans = record_step(llm)
+        print(f"{engine_name(llm)}: {summarize(spans)}")
     if args.chrome:
         args.chrome.write_text(json.dumps(chrome_trace(modes)))
-    if args.out:
-        kind = "decode" if args.decode else "prefill"
-        draw(modes, f"One {kind} step of {args.tokens} tokens, {args.model}", args.out)
-    for mode, spans in modes.items():
-        print(f"{mode}: {summarize(spans)}")
+    draw(modes, f"One {'decode' if args.decode else 'prefill'} step of {args.tokens} tokens, {args.model}", args.out)
 
 
 def main(argv=None):

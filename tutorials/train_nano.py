@@ -174,30 +174,33 @@ def train(model, ids, held_out, args):
     groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
     warmup, starts = max(1, args.steps // 20), torch.Generator().manual_seed(0)
-    for step in range(args.steps + 1):
-        if step % args.evaluate_every == 0 or step == args.steps:
-            nats = held_out_nats(model, held_out) / (len(held_out) - 1)
-            if nats < best[0]:
-                best = nats, [parameter.detach().clone() for parameter in parameters]
-            log.append({"step": step, "loss": loss.item() if step else None, "held_out_loss": nats})
-            print(log[-1], flush=True)
-        if step == args.steps:
-            break
-        at = torch.randint(max(1, len(ids) - args.length), (args.batch,), generator=starts)
-        window = torch.stack([ids[start : start + args.length + 1] for start in at])
-        router_logits.clear()
-        logits = forward(model, window[:, :-1]).flatten(0, 1).float()
-        loss = F.cross_entropy(logits, window[:, 1:].flatten().long())
-        (loss + 0.01 * sum(map(balance_loss, router_logits)) / len(router_logits)).backward()
-        for parameter, master in zip(parameters, masters):
-            master.grad, parameter.grad = parameter.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(masters, 1.0)
-        progress = step / args.steps
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * progress))
-        optimizer.step()
-        with torch.no_grad():
-            torch._foreach_copy_(parameters, masters)
+    try:
+        for step in range(args.steps + 1):
+            if step % args.evaluate_every == 0 or step == args.steps:
+                nats = held_out_nats(model, held_out) / (len(held_out) - 1)
+                if nats < best[0]:
+                    best = nats, [parameter.detach().clone() for parameter in parameters]
+                log.append({"step": step, "loss": loss.item() if step else None, "held_out_loss": nats})
+                print(log[-1], flush=True)
+            if step == args.steps:
+                break
+            at = torch.randint(max(1, len(ids) - args.length), (args.batch,), generator=starts)
+            window = torch.stack([ids[start : start + args.length + 1] for start in at])
+            router_logits.clear()
+            logits = forward(model, window[:, :-1]).flatten(0, 1).float()
+            loss = F.cross_entropy(logits, window[:, 1:].flatten().long())
+            (loss + 0.01 * sum(map(balance_loss, router_logits)) / len(router_logits)).backward()
+            for parameter, master in zip(parameters, masters):
+                master.grad, parameter.grad = parameter.grad.float(), None
+            torch.nn.utils.clip_grad_norm_(masters, 1.0)
+            progress = step / args.steps
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * progress))
+            optimizer.step()
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, masters)
+    except KeyboardInterrupt:
+        print("interrupted: keeping the best weights so far")
     with torch.no_grad():
         torch._foreach_copy_(parameters, best[1])
     return log

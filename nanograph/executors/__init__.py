@@ -2,11 +2,13 @@
 
 Each executor has the same face: `bucket_for(num_tokens)` says how many rows the next batch is padded to (None: not
 padded), `run()` computes the logits of the step that the batch holds, `count_launches()` says what that takes,
-`graph_bytes()` what the graphs hold, and `capture_ahead()` captures every bucket before the first step.
+`graphs` are those captured so far, by bucket, `graph_bytes()` what they hold, and `capture_ahead()` captures every
+bucket before the first step.
 """
 
 from collections import Counter
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -47,18 +49,23 @@ def smallest_bucket(buckets, num_tokens):
     return next((bucket for bucket in buckets if bucket >= num_tokens), None)
 
 
-class OperationCounter(TorchDispatchMode):
-    """Counts operations that compute: each is at least one kernel launch on a GPU."""
+class OperationTimer(TorchDispatchMode):
+    """Notes the operations that compute, each at least one kernel launch on a GPU: [(name, began, ended)], seconds."""
 
-    count = 0
+    def __init__(self):
+        super().__init__()
+        self.times = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
+        began = perf_counter()
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.times.append((str(func), began, perf_counter()))
+        return result
 
 
 def count_operations(function):
     """Operations that `function()` launches one by one."""
-    with OperationCounter() as counter:
+    with OperationTimer() as timer:
         function()
-    return counter.count
+    return len(timer.times)

@@ -12,6 +12,7 @@ class EagerExecutor:
 
     def __init__(self, model, batch, stats, buckets=None):
         self.model, self.batch, self.stats, self.buckets = model, batch, stats, buckets
+        self.graphs = {}  # for good
 
     def bucket_for(self, num_tokens):
         return smallest_bucket(self.buckets, num_tokens) if self.buckets else None

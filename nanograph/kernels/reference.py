@@ -215,7 +215,7 @@ def grouped_linear(x, weight, bias, routing):
     every expert over all rows, of which each row keeps its own.
     """
     num_experts = weight.shape[0]
-    row_bias = bias[routing.expert_of_row.clamp(max=num_experts - 1)]
+    row_bias = F.embedding(routing.expert_of_row.clamp(max=num_experts - 1), bias)
     if x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (9, 0):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=routing.offsets[1:]) + row_bias
     if x.shape[0] <= num_experts:
