@@ -178,9 +178,6 @@ def find_partings(llms, rows, token_ids, max_new_tokens):
 
     for llm in llms:
         llm.executor.graphs = {}
-        if llm.options.capture == "ahead":
-            with tapped(llm, taps[llm]):
-                llm.executor.capture_ahead()
     remaining = iter(rows)
     for _ in lockstep(llms, token_ids, max_new_tokens, run):
         for llm, row in zip(llms, remaining):
@@ -196,7 +193,7 @@ def first_parting(taps, wanted, num_tokens):
         ours, theirs = (buffers[name][:num_tokens].float().flatten(1) for buffers in (taps, wanted))
         if not ours.equal(theirs):
             return f"{name} (max |Δ| {difference(ours, theirs)[0]:.2g} of {float(theirs.abs().max()):.2g})"
-    return "the last norm or the head (all blocks agree)"
+    return "no block (the last norm or the head parts, or the difference has not come back)"
 
 
 def join(rows, engines):
@@ -235,8 +232,8 @@ def verdict(rows, first):
     differing = [row for row in rows if row.max_delta]
     if not differing:
         return f"{rows[0].engine}: bit-equal to {first} in all {len(rows)} steps"
-    largest, where = max(row.max_delta for row in differing), f"{differing[0].parted} in step {differing[0].steps}"
-    return f"{rows[0].engine}: {len(differing)} of {len(rows)} steps differ, by up to {largest:.2g}; first {where}"
+    largest, where = max(row.max_delta for row in differing), f"step {differing[0].steps}: {differing[0].parted}"
+    return f"{rows[0].engine}: {len(differing)} of {len(rows)} steps differ, by up to {largest:.2g}; first in {where}"
 
 
 def parse_arguments(argv):

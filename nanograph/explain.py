@@ -64,7 +64,7 @@ def describe_steps(graph, buffers):
     for (kind, text), numbers in alike.items():
         dense = numbers[-1] - numbers[0] == len(numbers) - 1 > 0
         listed = f"{numbers[0]}-{numbers[-1]}" if dense else ", ".join(map(str, numbers))
-        yield f"{kind} {listed}", text
+        yield f"{kind}{'s' * (len(numbers) > 1)} {listed}", text
 
 
 def describe_segment(segment, before, after, buffers):
@@ -119,8 +119,10 @@ def node_name(driver, node):
     _, kind = driver.cuGraphNodeGetType(node)
     if kind != driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
         return kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
-    _, kernel = driver.cuGraphKernelNodeGetParams(node)
+    status, kernel = driver.cuGraphKernelNodeGetParams(node)
+    if int(status):
+        return "kernel"
     has_function = int(kernel.func) != 0  # kernels of some libraries are known by their other handle alone
     _, symbol = driver.cuFuncGetName(kernel.func) if has_function else driver.cuKernelGetName(kernel.kern)
-    name = torch._C._demangle(symbol.decode()).replace("(anonymous namespace)::", "")
+    name = torch._C._demangle((symbol or b"kernel").decode()).replace("(anonymous namespace)::", "")
     return re.search(r"(\w+)\s*([<(]|$)", name)[1]

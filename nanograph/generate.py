@@ -193,7 +193,7 @@ def exit_code(program, run, args):
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     try:
         return run(args) or 0
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

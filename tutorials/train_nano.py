@@ -1,12 +1,12 @@
 """How nano, the model that ships with nanograph, was made: `python tutorials/train_nano.py --text FILE`.
 
 FILE is plain text: plays, separated by two blank lines. The script learns a byte-pair vocabulary, trains the model of
-nanograph/model.py on 95 % of the plays, keeps the weights that predict the held-out 5 % best, and writes a checkpoint in
-gpt-oss's format. The log (losses, GPU, time) goes to tutorials/results/train_nano.json.
+nanograph/model.py on 95 % of the plays, keeps the weights that predict the held-out 5 % best, and writes a checkpoint
+in gpt-oss's format. The log (losses, GPU, time) goes to tutorials/results/train_nano.json.
 
-The model is the one that serves, but for two operations: training has no KV cache, so `dense_rotary` and `dense_attention`
-replace the ones that read and write it. The corpus is small (about 1.4 million tokens), so overfitting is the enemy: hence
-dropout, weight decay, and keeping the best weights rather than the last.
+The model is the one that serves, but for two operations: training has no KV cache, so `dense_rotary` and
+`dense_attention` replace the ones that read and write it. The corpus is small (about 1.4 million tokens), so
+overfitting is the enemy: hence dropout, weight decay, and keeping the best weights rather than the last.
 """
 
 import argparse
@@ -30,8 +30,10 @@ from nanograph.kernels import reference
 from nanograph.model import GPT, Attention, Rotary
 from nanograph.tokenizer import SPLIT, own_encoding
 
-CONTEXT, VOCABULARY, RESULTS = 1024, 4096, Path(__file__).with_name("results")
-PLAY = re.compile(r"\n\n\n+(?=(?:[^\n]+\n\n)?(?:ACT I|PROLOGUE|INDUCTION)\b)")  # two blank lines, a title, the first act
+CONTEXT, VOCABULARY, RESULTS = 1024, 8192, Path(__file__).with_name("results")
+PLAY = re.compile(
+    r"\n\n\n+(?=(?:[^\n]+\n\n)?(?:ACT I|PROLOGUE|INDUCTION)\b)"
+)  # two blank lines, a title, the first act
 CONFIG = {
     "model_type": "gpt_oss",
     "architectures": ["GptOssForCausalLM"],
@@ -42,7 +44,7 @@ CONFIG = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "intermediate_size": 144,
+    "intermediate_size": 128,
     "max_position_embeddings": CONTEXT,
     "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -70,7 +72,8 @@ def split_plays(text):
 
 
 def train_vocabulary(plays, path):
-    """Learn VOCABULARY - 1 byte-pair ranks and write them as tiktoken's `base64 rank` lines: the 256 bytes, then merges."""
+    """Learn VOCABULARY - 1 byte-pair ranks and write them as tiktoken's `base64 rank` lines: the 256 bytes, then
+    merges."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -80,7 +83,11 @@ def train_vocabulary(plays, path):
     tokenizer.train_from_iterator(
         plays, trainers.BpeTrainer(vocab_size=VOCABULARY - 1, initial_alphabet=alphabet, show_progress=False)
     )
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that byte-level BPE (GPT-2) leaves as they are
+    printable = [
+        *range(33, 127),
+        *range(161, 173),
+        *range(174, 256),
+    ]  # bytes that byte-level BPE (GPT-2) leaves as they are
     shifted = [byte for byte in range(256) if byte not in printable]
     to_byte = {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(shifted)}
     merged = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]) if len(token) > 1]
@@ -107,11 +114,13 @@ def dense_rotary(self, qkv, batch):
 def dense_attention(self, q, batch):
     """Attention.forward over whole sequences of equal length, differentiable, sinks and window included.
 
-    A sink is a key with no content and no value but one feature of its own, in which every query carries its head's sink
-    logit. Features and keys are added by eights, which keeps fast attention kernels usable.
+    A sink is a key with no content and no value but one feature of its own, in which every query carries its head's
+    sink logit. Features and keys are added by eights, which keeps fast attention kernels usable.
     """
     length, groups = batch.length, CONFIG["num_attention_heads"] // CONFIG["num_key_value_heads"]
-    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, *batch.keys_values))  # [sequences, heads, S, D]
+    q, k, v = (
+        x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, *batch.keys_values)
+    )  # [sequences, heads, S, D]
     k, v = (F.pad(x, (0, 8, 8, 0)).repeat_interleave(groups, dim=1) for x in (k, v))
     sink_key = F.one_hot(torch.tensor(CONFIG["head_dim"]), k.shape[-1]).to(k)
     k = torch.cat([sink_key.expand(*k.shape[:2], 1, -1), k[:, :, 1:]], dim=2)
@@ -141,7 +150,8 @@ def add_dropout(model, rate):
 
 
 def balance_loss(router_logits):
-    """1 where experts are used evenly, more where not: the load-balancing loss of Switch Transformer (Fedus et al. 2021)."""
+    """1 where experts are used evenly, more where not: the load-balancing loss of Switch Transformer (Fedus et al.
+    2021)."""
     experts, top = CONFIG["num_local_experts"], CONFIG["num_experts_per_tok"]
     chosen = F.one_hot(router_logits.topk(top, dim=-1).indices, experts).float().sum(1).mean(0) / top
     return experts * (chosen * router_logits.float().softmax(-1).mean(0)).sum()
@@ -149,7 +159,8 @@ def balance_loss(router_logits):
 
 @torch.no_grad()
 def held_out_nats(model, ids):
-    """Total nats of a row of ids, each but the first predicted once, from at least half a context of what precedes it."""
+    """Total nats of a row of ids, each but the first predicted once, from at least half a context of what precedes
+    it."""
     model.eval()
     total, step = 0.0, CONTEXT // 2
     for start in range(0, len(ids) - 1, step):
@@ -161,29 +172,34 @@ def held_out_nats(model, ids):
     return total
 
 
+def make_optimizer(masters, args):
+    """AdamW on float32 master copies of the parameters; vectors (norms, biases, sinks) do not decay."""
+    groups = [
+        {"params": [master for master in masters if master.ndim > 1], "weight_decay": args.weight_decay},
+        {"params": [master for master in masters if master.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
+
+
+def learning_rate(step, args):
+    """A linear warm-up over 5 % of the steps, then a cosine down to zero."""
+    return args.lr * min((step + 1) / (0.05 * args.steps), 0.5 + 0.5 * math.cos(math.pi * step / args.steps))
+
+
 def train(model, ids, held_out, args):
-    """Train in the model's dtype with float32 master weights. Returns the log; leaves the best weights in the model."""
-    router_logits, log, best = [], [], (math.inf, None)
-    for module in (block.mlp.router for block in model.blocks):
-        module.register_forward_hook(lambda module, _, out: router_logits.append(out))
-    add_dropout(model, args.dropout)
-    parameters = list(model.parameters())
+    """Train in the model's dtype with float32 masters. Returns the log; leaves the best weights in the model.
+
+    Ctrl-C ends the training early.
+    """
+    parameters, router_logits, log, best = list(model.parameters()), [], [], math.inf
     masters = [parameter.detach().float().clone() for parameter in parameters]
-    decayed = [master for master in masters if master.ndim > 1]
-    plain = [master for master in masters if master.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
-    warmup, starts = max(1, args.steps // 20), torch.Generator().manual_seed(0)
+    best_weights = [parameter.detach().clone() for parameter in parameters]
+    optimizer, starts = make_optimizer(masters, args), torch.Generator().manual_seed(0)
+    add_dropout(model, args.dropout)
+    for block in model.blocks:
+        block.mlp.router.register_forward_hook(lambda module, _, out: router_logits.append(out))
     try:
-        for step in range(args.steps + 1):
-            if step % args.evaluate_every == 0 or step == args.steps:
-                nats = held_out_nats(model, held_out) / (len(held_out) - 1)
-                if nats < best[0]:
-                    best = nats, [parameter.detach().clone() for parameter in parameters]
-                log.append({"step": step, "loss": loss.item() if step else None, "held_out_loss": nats})
-                print(log[-1], flush=True)
-            if step == args.steps:
-                break
+        for step in range(1, args.steps + 1):
             at = torch.randint(max(1, len(ids) - args.length), (args.batch,), generator=starts)
             window = torch.stack([ids[start : start + args.length + 1] for start in at])
             router_logits.clear()
@@ -193,21 +209,27 @@ def train(model, ids, held_out, args):
             for parameter, master in zip(parameters, masters):
                 master.grad, parameter.grad = parameter.grad.float(), None
             torch.nn.utils.clip_grad_norm_(masters, 1.0)
-            progress = step / args.steps
             for group in optimizer.param_groups:
-                group["lr"] = args.lr * min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * progress))
+                group["lr"] = learning_rate(step, args)
             optimizer.step()
             with torch.no_grad():
                 torch._foreach_copy_(parameters, masters)
+            if step % args.evaluate_every == 0 or step == args.steps:
+                nats = held_out_nats(model, held_out) / (len(held_out) - 1)
+                log.append({"step": step, "loss": loss.item(), "held_out_loss": nats})
+                print(log[-1], flush=True)
+                if nats < best:
+                    best, best_weights = nats, [parameter.detach().clone() for parameter in parameters]
     except KeyboardInterrupt:
         print("interrupted: keeping the best weights so far")
     with torch.no_grad():
-        torch._foreach_copy_(parameters, best[1])
+        torch._foreach_copy_(parameters, best_weights)
     return log
 
 
 def initialize(model):
-    """Normal weights of standard deviation 0.02; those that write to the residual stream smaller by its depth (GPT-2)."""
+    """Normal weights of standard deviation 0.02; those that write to the residual stream smaller by its depth
+    (GPT-2)."""
     for name, parameter in model.named_parameters():
         depth = math.sqrt(2 * len(model.blocks)) if name.endswith(("attention_output.weight", "mlp.down")) else 1.0
         if parameter.ndim > 1 and not name.endswith("_bias"):
@@ -245,13 +267,13 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, default=Path(reference.__file__).parents[1] / "assets", help="folder")
     parser.add_argument("--log", type=Path, default=RESULTS / "train_nano.json")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--evaluate-every", type=int, default=200)
     parser.add_argument("--batch", type=int, default=16, help="sequences a step")
     parser.add_argument("--length", type=int, default=CONTEXT, help="tokens a sequence")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--dropout", type=float, default=0.2)
-    parser.add_argument("--weight-decay", type=float, default=0.3)
+    parser.add_argument("--weight-decay", type=float, default=1.0)
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     device, began = torch.device(args.device), time.time()
