@@ -22,7 +22,7 @@ from nanograph.capture import Break
 def explain(llm):
     """The graphs that an LLM has captured, as text: a line for each segment and break, one for all that are alike."""
     graphs = {bucket: graph for bucket, graph in llm.executor.graphs.items() if graph}
-    lines = [f"{len(graphs)} graphs, which share {llm.stats.graph_bytes:,} bytes"]
+    lines = [f"captured graphs: {len(graphs)}, in {llm.stats.graph_bytes:,} bytes that they share"]
     for bucket, graph in sorted(graphs.items()):
         lines.append(f"bucket {bucket}: segments {len(graph.segments)}, breaks {len(graph.breaks)}, run in turn")
         for title, text in describe_steps(graph, static_buffers(llm, graph)):
@@ -111,7 +111,7 @@ def node_names(segment):
         return None
     graph = driver.CUgraph(segment.graph.raw_cuda_graph())
     _, _, count = driver.cuGraphGetNodes(graph)  # each call returns its status first
-    return [node_name(driver, node) for node in driver.cuGraphGetNodes(graph, count)[1]]
+    return [node_name(driver, node) for node in driver.cuGraphGetNodes(graph, count)[1]] if count else []
 
 
 def node_name(driver, node):
