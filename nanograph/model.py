@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanograph.capture import graph_break
+from nanograph.kernels.reference import Mxfp4
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Config:
     sinks: bool = True
     num_experts: int = 0  # 0: a dense feed-forward layer (GPT-2)
     experts_per_token: int = 0
+    mxfp4: bool = False  # the experts' weights are packed, four bits each
     swiglu_limit: float = 7.0
     tie_embeddings: bool = False
     eos_ids: tuple[int, ...] = ()
@@ -65,8 +67,8 @@ def rotary_table(rope, head_dim, max_context, device):
     `attention_factor`.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    frequencies = rope.theta**-exponents
-    attention_factor = 1.0
+    periods = rope.theta**exponents
+    frequencies = 1.0 / periods
     if rope.factor > 1.0:
         low, high = (
             head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -75,9 +77,9 @@ def rotary_table(rope, head_dim, max_context, device):
         if rope.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
-        ramp = ((torch.arange(head_dim // 2, device=device) - low) / max(high - low, 1e-3)).clamp(0, 1)
-        frequencies = frequencies / rope.factor * ramp + frequencies * (1 - ramp)
-        attention_factor = rope.attention_factor or 0.1 * math.log(rope.factor) + 1.0
+        ramp = ((torch.arange(head_dim // 2, device=device) - low) / (high - low or 1e-3)).clamp(0, 1)
+        frequencies = 1.0 / (rope.factor * periods) * ramp + frequencies * (1 - ramp)
+    attention_factor = 0.1 * math.log(rope.factor) + 1.0 if rope.attention_factor is None else rope.attention_factor
     angles = torch.outer(torch.arange(max_context, dtype=torch.float32, device=device), frequencies)
     return torch.stack([angles.cos(), angles.sin()]) * attention_factor
 
@@ -182,16 +184,31 @@ class MoE(nn.Module):
         experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
         self.ops, self.experts_per_token, self.limit = ops, config.experts_per_token, config.swiglu_limit
         self.router = nn.Linear(hidden, experts)
-        self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
+        self.add_weight("gate_up", experts, 2 * inner, hidden)
         self.gate_up_bias = nn.Parameter(torch.zeros(experts, 2 * inner))
-        self.down = nn.Parameter(torch.empty(experts, hidden, inner))
+        self.add_weight("down", experts, hidden, inner)
         self.down_bias = nn.Parameter(torch.zeros(experts, hidden))
+
+    def add_weight(self, name, *shape):
+        setattr(self, name, nn.Parameter(torch.empty(shape)))
 
     @graph_break("moe")
     def forward(self, x, batch):
         routing = self.ops.route(self.router(x), self.experts_per_token, batch.cu_seqlens_q[-1:])
         hidden = self.ops.expert_gate_up(x, self.gate_up, self.gate_up_bias, routing, self.limit)
         return self.ops.expert_down(hidden, self.down, self.down_bias, routing)
+
+
+class PackedMoE(MoE):
+    """The same over MXFP4 weights: what was a parameter is two, its blocks and its scales, read as one Mxfp4."""
+
+    def add_weight(self, name, experts, rows, columns):
+        for part, width in (("blocks", columns // 2), ("scales", columns // 32)):
+            packed = torch.empty(experts, rows, width, dtype=torch.uint8)
+            setattr(self, f"{name}_{part}", nn.Parameter(packed, requires_grad=False))
+
+    gate_up = property(lambda self: Mxfp4(self.gate_up_blocks, self.gate_up_scales))
+    down = property(lambda self: Mxfp4(self.down_blocks, self.down_scales))
 
 
 class Block(nn.Module):
@@ -204,7 +221,8 @@ class Block(nn.Module):
         self.attention = Attention(config, layer, ops)
         self.attention_output = AttentionOutput(config)
         self.mlp_norm = Norm(config, ops)
-        self.mlp = MoE(config, ops) if config.num_experts else MLP(config, ops)
+        Experts = PackedMoE if config.mxfp4 else MoE
+        self.mlp = Experts(config, ops) if config.num_experts else MLP(config, ops)
 
     def forward(self, x, batch):
         q = self.rotary(self.qkv(self.attention_norm(x)), batch)

@@ -1,6 +1,8 @@
 """diff finds no difference where there is none, and names the operation where there is one."""
 
 import json
+import subprocess
+import sys
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 from conftest import GPT2, GPU, NANO, make_model
 
-from nanograph import LLM, diff
+from nanograph import LLM, SamplingParams, diff
 from nanograph.diff import Row, compare, join, table, tapped, verdict
 from nanograph.options import MODES
 
@@ -59,6 +61,19 @@ def test_one_wrong_weight_in_one_mode_is_found_and_named(model, mode, weight, op
     assert rows[1].parted.startswith(operation)
     assert rows[0].max_delta == 0
     assert rows[0].parted is None
+
+
+def test_the_first_engine_chooses_the_tokens_of_all(model):
+    wrong = make_model(scale=7.0)
+    llms = make_llms(model, wrong, modes=("eager", "eager"))
+    chosen = []
+    for llm in llms:
+        update = llm.scheduler.update
+        llm.scheduler.update = lambda plan, tokens, update=update: (chosen.append(tokens), update(plan, tokens))
+    rows = compare(llms, [[1, 2, 3]], max_new_tokens=6)
+    [alone] = LLM(model, "eager").generate([[1, 2, 3]], SamplingParams(temperature=0, max_new_tokens=6))
+    assert chosen[::2] == chosen[1::2] == 2 * [[token] for token in alone.token_ids], "once more, with taps"
+    assert sum(row.agreeing for row in rows[1::2]) < 6, "the second engine would have chosen otherwise"
 
 
 def test_a_number_frozen_in_a_graph_is_found_where_replays_part():
@@ -209,6 +224,23 @@ def test_a_difference_is_an_error_only_at_the_bucket(command_line, tmp_path):
     assert command_line(*once, "--at-bucket", wrong=wrong)[0] == 1
 
 
+def test_other_kernels_round_differently_and_are_not_judged(command_line, monkeypatch):
+    wrong = make_model()
+    wrong.blocks[0].qkv.weight[0, 0] += 1.0
+    make = make_llms
+
+    def with_kernels(*models, **options):
+        llms = make(*models, **options)
+        for llm, kernels in zip(llms, ("reference", "reference", "triton")):
+            object.__setattr__(llm.options, "kernels", kernels)
+        return llms
+
+    monkeypatch.setitem(globals(), "make_llms", with_kernels)
+    code, said = command_line("--at-bucket", "--max-new-tokens", "1", wrong=wrong)
+    assert code == 0
+    assert "full triton: 1 of 1 steps differ" in said.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -223,6 +255,11 @@ def test_bad_arguments_are_one_line(capsys, arguments, complaint):
     said = capsys.readouterr()
     assert complaint in said.err
     assert len(said.err.splitlines()) == 1
+
+
+def test_arguments_are_checked_before_torch_is_loaded():
+    check = "import sys, nanograph.diff, nanograph.trace; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """The mistake laboratory: what goes wrong with graphs, what one sees in each mode, and the cure.
 
-Each test is one mistake, as a function of a few lines, run eagerly, in a breakable and in a full graph. A refusal is the
-good case: the dangerous mistakes are those that return a wrong number in silence, in CAPITALS here.
+Each test is one mistake, as a function of a few lines, run eagerly, in a breakable and in a full graph. A refusal is
+the good case: the dangerous mistakes are those that return a wrong number in silence, in CAPITALS here.
 
 | mistake | eager | breakable | full |
 |---|---|---|---|

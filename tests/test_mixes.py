@@ -1,7 +1,8 @@
-"""Long prompts, late arrivals and a cache too small for them all: every request's tokens are those of the request alone.
+"""Long prompts, late arrivals and a cache too small for them all: every request's tokens are those of the request
+alone.
 
-The fuzz test draws many small mixes; these are few and large: prompts of up to 900 tokens, cut into chunks, preempted and
-computed again. `-m slow` runs fifty.
+The fuzz test draws many small mixes; these are few and large: prompts of up to 900 tokens, cut into chunks, preempted
+and computed again. `-m slow` runs fifty.
 """
 
 import dataclasses

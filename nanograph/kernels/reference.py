@@ -196,19 +196,31 @@ class Mxfp4(NamedTuple):
         return (*self.blocks.shape[:-1], 2 * self.blocks.shape[-1])
 
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
-
 def decode_mxfp4(weight, dtype):
-    """The values of Mxfp4 weights (or of some of their experts): [..., out, in] in `dtype`."""
+    """The values of Mxfp4 weights (or of some of their experts): [..., out, in] in `dtype`.
+
+    A code is a sign and one of 0, .5, 1, 1.5, 2, 3, 4, 6: its steps grow from 1/2 to 1 at 2, and to 2 at 4. Computed,
+    not looked up: a table made from Python values could not be part of a graph.
+    """
     codes = torch.stack([weight.blocks & 15, weight.blocks >> 4], dim=-1).flatten(-2)
-    values = torch.tensor(E2M1, device=codes.device)[codes.int()]
-    exponents = (weight.scales.int() - 127).repeat_interleave(32, dim=-1)
-    return torch.ldexp(values, exponents).to(dtype)
+    steps = (codes & 7).float()
+    values = torch.maximum(torch.maximum(steps / 2, steps - 2), 2 * steps - 8)
+    values = torch.where(codes < 8, values, -values).unflatten(-1, (-1, 32))
+    scales = weight.scales.int()
+    powers = torch.where(scales > 0, scales << 23, 1 << 22).view(torch.float32)  # the bits of 2 ** (scale - 127)
+    return (values * powers[..., None]).flatten(-2).to(dtype)
+
+
+def take_experts(weight, index, dtype):
+    """Some experts' weights as plain numbers, whether they are packed or not."""
+    if isinstance(weight, Mxfp4):
+        return decode_mxfp4(Mxfp4(weight.blocks[index], weight.scales[index]), dtype)
+    return weight[index]
 
 
 def grouped_linear(x, weight, bias, routing):
-    """Each sorted row through its expert: x [T * k, in], weight [E, out, in], bias [E, out] -> [T * k, out].
+    """Each sorted row through its expert: x [T * k, in], weight [E, out, in], a tensor or Mxfp4, bias [E, out] ->
+    [T * k, out].
 
     Rows of no expert are undefined. Three ways, none of which reads the offsets on the host: `F.grouped_mm` on recent
     CUDA cards in bf16 (its fallback elsewhere does read them); a gather of each row's weights where rows are few; else
@@ -217,14 +229,15 @@ def grouped_linear(x, weight, bias, routing):
     num_experts = weight.shape[0]
     row_bias = F.embedding(routing.expert_of_row.clamp(max=num_experts - 1), bias)
     if x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (9, 0):
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=routing.offsets[1:]) + row_bias
+        plain = take_experts(weight, slice(None), x.dtype)
+        return F.grouped_mm(x, plain.transpose(1, 2), offs=routing.offsets[1:]) + row_bias
     if x.shape[0] <= num_experts:
-        row_weight = weight[routing.expert_of_row.clamp(max=num_experts - 1)]
+        row_weight = take_experts(weight, routing.expert_of_row.clamp(max=num_experts - 1), x.dtype)
         return torch.einsum("ri,roi->ro", x, row_weight) + row_bias
     out = row_bias
     for expert in range(num_experts):
         mine = (routing.expert_of_row == expert)[:, None]
-        out = torch.where(mine, x @ weight[expert].T + bias[expert], out)
+        out = torch.where(mine, x @ take_experts(weight, expert, x.dtype).T + bias[expert], out)
     return out
 
 
