@@ -7,6 +7,7 @@ Read first: engine.py.
 """
 
 import argparse
+import os
 import sys
 import warnings
 from dataclasses import replace
@@ -193,6 +194,9 @@ def exit_code(program, run, args):
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     try:
         return run(args) or 0
+    except BrokenPipeError:  # the reader has gone, as `| head` does; nothing more may be flushed to it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ValueError, OSError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2

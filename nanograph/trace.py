@@ -214,7 +214,7 @@ def run(args):
     if not 1 <= args.tokens <= args.max_batch_tokens:
         raise ValueError(f"tokens must be from 1 to max_batch_tokens={args.max_batch_tokens}, not {args.tokens}")
     modes, kind = {}, "decode" if args.decode else "prefill"
-    for llm in open_llms(args, max_requests=max(64, args.tokens)):
+    for llm in open_llms(args, max_requests=args.tokens if args.decode else 1):
         fill_step(llm, args.tokens, args.decode)
         modes[engine_name(llm)] = spans = record_step(llm)
         print(f"{engine_name(llm)}: {summarize(spans)}")
