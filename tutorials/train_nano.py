@@ -9,7 +9,7 @@ The model is the one that serves, but for two operations: training has no KV cac
 overfitting is the enemy: hence dropout, weight decay, and keeping the best weights rather than the last.
 
 What it leaves out: a third set of plays. The held-out ones also choose the weights that are kept, and chose the default
-settings, so their loss is a little lower than that of plays never looked at.
+settings, so their loss is likely lower than that of plays never looked at.
 
 Read first: nanograph/model.py. Then from `main` upwards.
 """
