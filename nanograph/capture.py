@@ -326,7 +326,8 @@ class CudaPool:
             self.renew()
 
     def renew(self):
-        """Begin a pool. Also needed after a capture that CUDA has invalidated: torch refuses to record to its pool again."""
+        """Begin a pool. Also needed after a capture that CUDA has invalidated: torch refuses to record to its pool
+        again."""
         self.handle = torch.cuda.graph_pool_handle()
         anchor = CudaSegment(self)
         anchor.begin()

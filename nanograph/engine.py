@@ -162,7 +162,8 @@ class LLM:
 
     @torch.no_grad()
     def count_launches(self):
-        """What the CPU launches to compute the last step once more: segments of graphs, and operations outside of them."""
+        """What the CPU launches to compute the last step once more: segments of graphs, and operations outside of
+        them."""
         return self.executor.count_launches()
 
     def add(self, prompt, params=None, request_id=None):
