@@ -278,6 +278,8 @@ class HostReads(TorchFunctionMode):
         )
         if to_cpu or (name in self.FORBIDDEN and any(isinstance(arg, torch.Tensor) for arg in args)):
             refuse(name, "it hands values to the CPU, which a replay never asks")
+        if name in ("tensor", "as_tensor") and not isinstance(args[0], torch.Tensor):
+            refuse(name, "a tensor made from Python values would be frozen; fill a static buffer before the step")
         return func(*args, **kwargs)
 
 
@@ -287,7 +289,11 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.check(func, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func.is_view:  # a view keeps what it views from being given to somebody else
+            for view in result if isinstance(result, (list, tuple)) else [result]:
+                view.viewed = args[0]
+        return result
 
     def check(self, func, args, kwargs):
         name = str(func).removeprefix("aten.")

@@ -100,7 +100,7 @@ def parse_arguments(argv):
     sampling.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
     sampling.add_argument("--top-k", type=int, help="draw from the k likeliest tokens (default: all)")
     sampling.add_argument(
-        "--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this probability (default: 1)"
+        "--top-p", type=float, default=0.9, help="draw from the likeliest tokens of this probability (default: 0.9)"
     )
     sampling.add_argument("--seed", type=int, help="the same seed draws the same text (default: a new one each time)")
     sampling.add_argument("--stop", action="append", default=[], help="end at this string; may be given several times")

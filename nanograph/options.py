@@ -36,7 +36,7 @@ class SamplingParams:
 
     temperature: float = 0.8
     top_k: int | None = None
-    top_p: float = 1.0
+    top_p: float = 0.9
     max_new_tokens: int = 200
     seed: int | None = None
     stop: Sequence[str] = ()

@@ -75,11 +75,8 @@ class TapeSegment(Watch):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        self.check(func, args, kwargs)
-        result = func(*args, **kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.is_view:
-            for view in _tensors(result):
-                view.viewed = args[0]  # keeps its memory from the pool
             return result
         if func._schema.is_mutable:
             results = ()

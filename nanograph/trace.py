@@ -79,7 +79,7 @@ def cuda_spans(executor):
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         executor.run()
         torch.cuda.synchronize()
     graph_launches = {event.id for event in profiler.events() if "GraphLaunch" in event.name}

@@ -4,6 +4,7 @@ The encodings here need no download: nano's pattern, or those of GPT-2 and gpt-o
 """
 
 import base64
+import json
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tiktoken_ext import openai_public
 
+from nanograph.checkpoint import ASSETS
 from nanograph.tokenizer import END_OF_TEXT, SPLIT, Detokenizer, Tokenizer, load_tokenizer
 
 BYTES = {bytes([byte]): byte for byte in range(256)}
@@ -244,6 +246,15 @@ def test_own_vocabulary(tmp_path):
     tokenizer = load_tokenizer(tmp_path, 257)
     assert tokenizer.encode("hé") == [0x68, 0xC3, 0xA9]
     assert tokenizer.decode([0x68, 256]) == "h"
+
+
+def test_shipped_vocabulary():
+    """Speakers and blank lines are cheap, and no text is lost."""
+    tokenizer = load_tokenizer(ASSETS, json.loads((ASSETS / "config.json").read_text())["vocab_size"])
+    pieces = [tokenizer.decode([token]) for token in tokenizer.encode("\n\nROMEO:\nBut soft")]
+    assert pieces == ["\n\n", "ROMEO", ":", "\n", "But", " soft"]
+    for text in ROUND_TRIPS.values():
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 GOOD = rank_lines(BYTES)

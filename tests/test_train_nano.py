@@ -1,4 +1,4 @@
-"""The script that trains nano: it trains the model that is served, counts its loss right, and writes what the loader reads.
+"""The script that trains nano: it trains the model that is served, counts its loss right, and writes what loads.
 
 One small run of the whole script, over a few plays of made-up words, and its parts one by one.
 """
@@ -51,6 +51,13 @@ def model():
     return model.requires_grad_(True)
 
 
+def trainable(model):
+    """A copy of the model, without a cache."""
+    other = random_model(model.config, reference, train_nano.CONTEXT, CPU, torch.float32).requires_grad_(True)
+    other.load_state_dict(model.state_dict())
+    return train_nano.without_cache(other)
+
+
 def logits_of_engine(model, token_ids):
     """Logits after the last of `token_ids`, through the paged cache, in chunks of 64."""
     llm, logits = LLM(model, mode="eager", max_batch_tokens=64), []
@@ -64,40 +71,51 @@ def test_training_and_serving_compute_the_same(model):
     """200 tokens: past the sliding window of 128, and several rows at once do not see each other."""
     ids = torch.randint(train_nano.VOCABULARY, (2, 200), generator=torch.Generator().manual_seed(0))
     served = torch.stack([logits_of_engine(model, row.tolist()) for row in ids])
-    kept = {block: (block.rotary.forward, block.attention.forward) for block in model.blocks}
     with torch.no_grad():
-        trained = train_nano.forward(train_nano.without_cache(model), ids)[:, -1]
-    for block, (rotary, attention) in kept.items():
-        block.rotary.forward, block.attention.forward = rotary, attention
+        trained = train_nano.forward(trainable(model), ids)[:, -1]
     assert (trained - served).abs().max() < 1e-4 * served.abs().max()
 
 
 def test_training_leaves_other_models_alone(model):
     before = Attention.forward
-    other = random_model(model.config, reference, train_nano.CONTEXT, CPU, torch.float32)
-    train_nano.without_cache(other)
+    trainable(model)
     assert Attention.forward is before
     assert logits_of_engine(model, [1, 2, 3]).isfinite().all()
 
 
 def test_every_parameter_learns(model):
     """A detached sink or bias would train silently to nothing."""
-    other = random_model(model.config, reference, train_nano.CONTEXT, CPU, torch.float32).requires_grad_(True)
-    other.load_state_dict(model.state_dict())
+    other = trainable(model)
     ids = torch.randint(train_nano.VOCABULARY, (4, 64), generator=torch.Generator().manual_seed(0))
-    train_nano.forward(train_nano.without_cache(other), ids).square().mean().backward()
+    train_nano.forward(other, ids).square().mean().backward()
     still = [name for name, p in other.named_parameters() if p.grad is None or not p.grad.any()]
     assert still == []
 
 
 def test_held_out_loss_counts_each_token_once(model):
-    """A model that knows nothing spends ln V nats on each token but the first: over windows that overlap, and end short."""
-    other = random_model(model.config, reference, train_nano.CONTEXT, CPU, torch.float32)
-    other.head.weight.zero_()
-    train_nano.without_cache(other)
+    """A model that knows nothing spends ln V nats on each token but the first, in overlapping windows."""
+    other = trainable(model)
+    with torch.no_grad():
+        other.head.weight.zero_()
     for length in (2, 513, 1100):
         nats = train_nano.held_out_nats(other, torch.arange(length, dtype=torch.int32))
         assert nats == pytest.approx((length - 1) * math.log(train_nano.VOCABULARY), rel=1e-5)
+
+
+def test_the_best_weights_are_kept_not_the_last(model, monkeypatch):
+    """The held-out loss is rigged to be lowest at the second of four evaluations."""
+    other, losses, seen = trainable(model), [3.0, 1.0, 2.0, 4.0], []
+    args = SimpleNamespace(steps=4, evaluate_every=1, batch=1, length=8, lr=1e-2, dropout=0.0, weight_decay=0.0)
+
+    def rigged(model, held_out):
+        seen.append([parameter.detach().clone() for parameter in model.parameters()])
+        return losses[len(seen) - 1]
+
+    monkeypatch.setattr(train_nano, "held_out_nats", rigged)
+    log = train_nano.train(other, torch.arange(40, dtype=torch.int32), torch.arange(2), args)
+    assert [row["held_out_loss"] for row in log] == losses
+    same = [all(map(torch.equal, weights, other.parameters())) for weights in seen]
+    assert same == [False, True, False, False]
 
 
 def test_balance_loss():
@@ -149,7 +167,7 @@ def run_script(folder, text, *options):
 
 def test_the_whole_script(tmp_path, capsys):
     """Three steps on the CPU: a checkpoint that the engine serves, within its size, and a log of what was done."""
-    assert run_script(tmp_path, "\n\n\n".join(make_plays(20, words=300))) == 0
+    assert run_script(tmp_path, "\n\n\n".join(make_plays(20, words=100))) == 0
     assert "ROMEO:\n" in capsys.readouterr().out
     out, log = tmp_path / "out", json.loads((tmp_path / "log.json").read_text())
     assert (out / "model.safetensors").stat().st_size <= 16_000_000

@@ -285,6 +285,7 @@ def summarize(log, model, args, plays, held_out, tokens):
         "torch": torch.__version__,
         **machine(model.head.weight.device),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "vocabulary": VOCABULARY,
         "train_plays": len(plays),
         "train_tokens": tokens[0],
         "held_out_plays": [play.splitlines()[0] for play in held_out],
@@ -336,8 +337,8 @@ def parse_arguments(argv):
     parser.add_argument("--evaluate-every", type=int, default=200)
     parser.add_argument("--batch", type=int, default=16, help="sequences a step")
     parser.add_argument("--length", type=int, default=CONTEXT, help="tokens a sequence")
-    parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--dropout", type=float, default=0.2)
+    parser.add_argument("--lr", type=float, default=1.2e-3)
+    parser.add_argument("--dropout", type=float, default=0.15)
     parser.add_argument("--weight-decay", type=float, default=1.0)
     return parser.parse_args(argv)
 
