@@ -1,162 +1,478 @@
-"""From a folder of safetensors to a model: config.json says which model it is, a table says which tensor goes where.
+"""From a checkpoint, a folder of safetensors, to a model: config.json says which, a table says which tensor goes where.
 
-nano, the checkpoint that ships with nanograph, is written in gpt-oss's format, so there is one loader for both. Config
-values are read, never assumed; what is not supported is refused by name. Every parameter must be found, in its shape.
+Three kinds are read: GPT-2, and gpt-oss with its experts in bfloat16 or, as published, in MXFP4. nano, the checkpoint
+that ships with nanograph, is a small gpt-oss. Three rules hold throughout:
+
+- values are read, never assumed, and one that this engine does not compute is refused by name;
+- every tensor is accounted for before the first is read: each in the files is used or known to be no weight, each
+  parameter is filled once, in its shape;
+- the model is in memory once: parameters are allocated empty, and filled from files that are mapped, not read.
+
+Left out: other architectures, pickled weights (.bin), vocabularies (see tokenizer.py).
 
 Read first: model.py. Read next: engine.py.
 """
 
 import json
+import math
+import re
+import sys
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
 
+from nanograph.kernels.reference import Mxfp4, decode_mxfp4
 from nanograph.model import GPT, Config, Rope
 
 ASSETS = Path(__file__).with_name("assets")
+FILES = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"]
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors and as torch call them
+EMBEDDING = re.compile(r"(.*\.)?(wte|embed_tokens|lm_head)\.weight")
+CAUSAL_MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")  # in older files of GPT-2
+MAX_SIZE = 2**19  # what is larger in a config.json is a mistake, and nothing of that size must be allocated
+MAX_POSITIONS, MAX_LAYERS = 2**24, 1000
+LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
-def find_folder(model):
-    """The checkpoint's folder for a model name or path. Raises ValueError where there is none."""
-    folder = ASSETS if model == "nano" else Path(model)
-    if not folder.is_dir():
+def find_folder(model, random_weights=None):
+    """A checkpoint's folder: "nano", a path, or a repository of Hugging Face, which is downloaded.
+
+    random_weights: a name of options.RANDOM_WEIGHTS, for a shipped folder that has the published config.json, and no
+    weights. Raises ValueError where there is none.
+    """
+    if random_weights not in (None, "nano"):
+        return ASSETS / random_weights
+    folder = ASSETS if model == "nano" else Path(str(model))
+    if folder.is_dir():
+        return folder
+    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(model)):
         raise ValueError(f"unknown model {str(model)!r}: give nano, or a folder with config.json and safetensors")
-    return folder
+    try:
+        from huggingface_hub import snapshot_download
+
+        # not what lies in inner folders: there gpt-oss has its weights in other formats
+        return Path(snapshot_download(str(model), allow_patterns=FILES, ignore_patterns=["*/*"]))
+    except ImportError:
+        raise ValueError(f"no folder {model}: to download it, pip install nanograph[hub]") from None
+    except Exception as error:  # whatever the network stack of the day raises
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+        raise ValueError(f"no folder {model}, and it cannot be downloaded ({reason})") from None
+
+
+# What config.json says
 
 
 def read_json(path):
     """A JSON object from a file. Raises ValueError naming the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing: a checkpoint folder needs it") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not readable JSON: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}, which a checkpoint needs, cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return content
 
 
+class Fields:
+    """The values of a JSON object, checked as they are read. Refusals are ValueErrors that name the file and the key.
+
+    where: the file. null is the same as absence; a value without a default must be there.
+    """
+
+    def __init__(self, values, where):
+        self.values, self.where = values, where
+
+    def refuse(self, key, wanted):
+        found = "missing" if self.values.get(key) is None else repr(self.values[key])[:80]
+        raise ValueError(f"{self.where}: {key} must be {wanted}, but is {found}")
+
+    def get(self, key, kind, default=...):
+        value = self.values.get(key)
+        if value is None and default is not ...:
+            return default
+        if type(value) not in ((int, float) if kind is float else (kind,)):
+            self.refuse(key, f"of type {kind.__name__}")
+        return value
+
+    def size(self, key, default=..., most=MAX_SIZE, step=1):
+        value = self.get(key, int, default)
+        if not 1 <= value <= most or value % step:
+            self.refuse(key, f"from {step} to {most}, a multiple of {step}")
+        return value
+
+    def number(self, key, default=..., above=0):
+        value = self.get(key, float, default)
+        if value is not None and not above < value < 1e38:
+            self.refuse(key, f"a number above {above}")
+        return value
+
+    def inner(self, key):
+        return Fields(self.get(key, dict, {}), f"{self.where}: {key}")
+
+    def only(self, key, *supported):
+        """Refuse what the engine does not compute. The first value supported is also what absence means."""
+        value = self.values.get(key)
+        if value is not None and value not in supported:
+            self.refuse(key, " or ".join(map(repr, supported)))
+        return supported[0] if value is None else value
+
+
 def read_config(folder):
     """The Config of a checkpoint folder. Raises ValueError for a missing or unsupported value, naming it."""
-    raw = read_json(folder / "config.json")
-    if raw.get("model_type") != "gpt_oss":
-        raise ValueError(
-            f"{folder / 'config.json'}: unknown architecture {raw.get('model_type')!r}: supported is gpt_oss"
-        )
-    try:
-        return gpt_oss_config(raw)
-    except KeyError as error:
-        raise ValueError(f"{folder / 'config.json'} lacks {error}") from None
+    path, more = folder / "config.json", folder / "generation_config.json"
+    fields = Fields(read_json(path), path)
+    fields.get("model_type", str)
+    read = gpt2_config if fields.only("model_type", "gpt2", "gpt_oss") == "gpt2" else gpt_oss_config
+    config = read(fields.values, path)
+    ids = eos_ids(Fields(read_json(more), more), config.vocab_size) if more.exists() else ()
+    return replace(config, eos_ids=(*config.eos_ids, *ids))
 
 
-def read_dtype(folder):
-    """The torch dtype that a checkpoint was saved in."""
-    return getattr(torch, read_json(folder / "config.json")["dtype"])
+def eos_ids(fields, vocab_size):
+    """The tokens that end a text: eos_token_id is one, a list or null. Those of both files count."""
+    value = fields.values.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        fields.refuse("eos_token_id", f"in the vocabulary, from 0 to {vocab_size - 1}")
+    return tuple(ids)
 
 
-def gpt_oss_config(raw):
-    rope = raw["rope_parameters"]
-    windows = {"sliding_attention": raw["sliding_window"], "full_attention": 0}
-    eos = raw.get("eos_token_id")
+def gpt2_config(raw, where):
+    """The Config of a GPT-2, whose keys are those of https://huggingface.co/openai-community/gpt2."""
+    fields = Fields(raw, where)
+    fixed = {"activation_function": "gelu_new", "scale_attn_weights": True, "quantization_config": None}
+    fixed |= {"scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False, "add_cross_attention": False}
+    for key, value in fixed.items():
+        fields.only(key, value)
+    heads = fields.size("n_head")
+    hidden_size = fields.size("n_embd", step=heads)
     return Config(
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        num_layers=raw["num_hidden_layers"],
-        num_heads=raw["num_attention_heads"],
-        num_kv_heads=raw["num_key_value_heads"],
-        head_dim=raw["head_dim"],
-        intermediate_size=raw["intermediate_size"],
-        max_positions=raw["max_position_embeddings"],
-        norm_eps=raw["rms_norm_eps"],
-        rope=Rope(theta=rope["rope_theta"]),
-        windows=tuple(windows[kind] for kind in raw["layer_types"]),
-        num_experts=raw["num_local_experts"],
-        experts_per_token=raw["num_experts_per_tok"],
-        swiglu_limit=raw["swiglu_limit"],
-        tie_embeddings=raw["tie_word_embeddings"],
-        eos_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=fields.size("n_layer", most=MAX_LAYERS),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden_size // heads,
+        intermediate_size=fields.size("n_inner", 4 * hidden_size, most=4 * MAX_SIZE),
+        max_positions=fields.size("n_positions", most=MAX_POSITIONS),
+        norm="layer",
+        norm_eps=fields.number("layer_norm_epsilon"),
+        sinks=False,
+        tie_embeddings=fields.get("tie_word_embeddings", bool, True),
+        eos_ids=eos_ids(fields, fields.size("vocab_size")),
     )
 
 
-def gpt_oss_sources(config):
-    """Where each parameter comes from: our name -> names in the file, which are laid one below the other."""
+def gpt_oss_config(raw, where="config.json"):
+    """The Config of a gpt-oss, whose keys are those of https://huggingface.co/openai/gpt-oss-20b."""
+    fields = Fields(raw, where)
+    for key, value in {"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702}.items():
+        fields.only(key, value)
+    fields.inner("quantization_config").only("quant_method", "mxfp4")
+    mxfp4, experts = raw.get("quantization_config") is not None, fields.size("num_local_experts")
+    block = 32 if mxfp4 else 1  # values that share a scale
+    return Config(
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=fields.size("hidden_size", step=block),
+        num_layers=fields.size("num_hidden_layers", most=MAX_LAYERS),
+        num_heads=fields.size("num_attention_heads", step=fields.size("num_key_value_heads")),
+        num_kv_heads=fields.size("num_key_value_heads"),
+        head_dim=fields.size("head_dim", step=2),
+        intermediate_size=fields.size("intermediate_size", step=block),
+        max_positions=fields.size("max_position_embeddings", most=MAX_POSITIONS),
+        norm_eps=fields.number("rms_norm_eps"),
+        rope=read_rope(fields),
+        windows=read_windows(fields),
+        num_experts=experts,
+        experts_per_token=fields.size("num_experts_per_tok", most=experts),
+        mxfp4=mxfp4,
+        swiglu_limit=fields.number("swiglu_limit", 7.0),
+        tie_embeddings=fields.get("tie_word_embeddings", bool, False),
+        eos_ids=eos_ids(fields, fields.size("vocab_size")),
+    )
+
+
+def read_rope(fields):
+    """Rotary positions: `rope_parameters` (transformers 5), or `rope_scaling` beside `rope_theta`."""
+    rope = fields.inner("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
+    rope.only("partial_rotary_factor", 1.0)
+    for key in LAYER_TYPES:  # transformers can hold one rotation for each
+        rope.only(key, None)
+    theta = rope.number("rope_theta", None, above=1) or fields.number("rope_theta", above=1)
+    if rope.only("rope_type" if "rope_type" in rope.values else "type", "default", "yarn") == "default":
+        return Rope(theta)
+    factor, attention_factor = rope.number("factor"), rope.number("attention_factor", None)
+    mscales = [rope.number("mscale", None), rope.number("mscale_all_dim", None)]
+    if attention_factor is None and all(mscales):
+        over, under = (0.1 * mscale * math.log(max(factor, 1.0)) + 1.0 for mscale in mscales)
+        attention_factor = over / under
+    return Rope(
+        theta=theta,
+        factor=factor,
+        original_max_positions=rope.size("original_max_position_embeddings", most=MAX_POSITIONS),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.get("truncate", bool, True),
+        attention_factor=attention_factor,
+    )
+
+
+def read_windows(fields):
+    """Config.windows, from layer_types and sliding_window."""
+    kinds = fields.get("layer_types", list)
+    if len(kinds) != fields.size("num_hidden_layers"):
+        fields.refuse("layer_types", "a list of num_hidden_layers names")
+    for kind in kinds:
+        if kind not in LAYER_TYPES:
+            raise ValueError(f"{fields.where}: layer_types {kind!r:.80} is not supported, only {LAYER_TYPES}")
+    window = fields.size("sliding_window", most=MAX_POSITIONS) if "sliding_attention" in kinds else 0
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def read_dtype(folder):
+    """The torch dtype of a checkpoint: as config.json says or, where it does not (GPT-2's), that of the embedding."""
+    fields = Fields(read_json(folder / "config.json"), folder / "config.json")
+    for key in ("dtype", "torch_dtype"):
+        if fields.values.get(key) is not None:
+            return getattr(torch, fields.only(key, *DTYPES.values()))
+    with open_shards(folder) as tensors:
+        stored = [file.get_slice(name).get_dtype() for name, (_, file) in tensors.items() if EMBEDDING.fullmatch(name)]
+    return getattr(torch, DTYPES.get(stored[0], "float32") if stored else "float32")
+
+
+def choose_dtype(asked, saved, config, device):
+    """The dtype to compute in. asked: a name of options.DTYPES or None; saved: the checkpoint's, a torch.dtype.
+
+    Cards of a compute capability below 8.0 have no bfloat16. float16 takes its place there, but not for gpt-oss as
+    published, whose activations exceed its range: ValueError. Such cards have not been tried: what is tested is the
+    choice.
+    """
+    dtype = getattr(torch, asked) if asked else torch.float32 if device.type == "cpu" else saved
+    if device.type == "cpu" or dtype == torch.float32 or torch.cuda.get_device_capability(device) >= (8, 0):
+        return dtype
+    if config.mxfp4 or (config.num_experts and config.hidden_size >= 2880):
+        raise ValueError(f"{device} has no bfloat16, and gpt-oss exceeds the range of float16: use dtype float32")
+    if dtype == torch.bfloat16:
+        print(f"{device} has no bfloat16: computing in float16", file=sys.stderr)
+    return torch.float16
+
+
+# Which tensor goes where
+
+
+def gpt_oss_sources(config, packed_file=False):
+    """Where each parameter comes from: our name -> names in the file.
+
+    Three names are laid one below the other; two are the blocks and scales of a packed weight, to be decoded.
+    """
     sources = {"embedding.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"]}
-    if not config.tie_embeddings:
-        sources["head.weight"] = ["lm_head.weight"]
     for layer in range(config.num_layers):
         ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
-        sources |= {
-            ours + "attention_norm.weight": [theirs + "input_layernorm.weight"],
-            ours + "attention.sinks": [theirs + "self_attn.sinks"],
-            ours + "mlp_norm.weight": [theirs + "post_attention_layernorm.weight"],
-            ours + "mlp.gate_up": [theirs + "mlp.experts.gate_up_proj"],
-            ours + "mlp.gate_up_bias": [theirs + "mlp.experts.gate_up_proj_bias"],
-            ours + "mlp.down": [theirs + "mlp.experts.down_proj"],
-            ours + "mlp.down_bias": [theirs + "mlp.experts.down_proj_bias"],
-        }
+        sources[ours + "attention_norm.weight"] = [theirs + "input_layernorm.weight"]
+        sources[ours + "attention.sinks"] = [theirs + "self_attn.sinks"]
+        sources[ours + "mlp_norm.weight"] = [theirs + "post_attention_layernorm.weight"]
         for kind in ("weight", "bias"):
-            sources |= {
-                ours + f"qkv.{kind}": [theirs + f"self_attn.{name}_proj.{kind}" for name in "qkv"],
-                ours + f"attention_output.{kind}": [theirs + f"self_attn.o_proj.{kind}"],
-                ours + f"mlp.router.{kind}": [theirs + f"mlp.router.{kind}"],
-            }
+            sources[ours + f"qkv.{kind}"] = [theirs + f"self_attn.{name}_proj.{kind}" for name in "qkv"]
+            sources[ours + f"attention_output.{kind}"] = [theirs + f"self_attn.o_proj.{kind}"]
+            sources[ours + f"mlp.router.{kind}"] = [theirs + f"mlp.router.{kind}"]
+        for name in ("gate_up", "down"):
+            our, their = ours + f"mlp.{name}", theirs + f"mlp.experts.{name}_proj"
+            blocks, scales = their + "_blocks", their + "_scales"
+            if config.mxfp4:
+                sources |= {our + "_blocks": [blocks], our + "_scales": [scales]}
+            else:
+                sources[our] = [blocks, scales] if packed_file else [their]
+            sources[our + "_bias"] = [their + "_bias"]
+    return sources if config.tie_embeddings else sources | {"head.weight": ["lm_head.weight"]}
+
+
+def gpt2_sources(config, prefix):
+    """The same for GPT-2. prefix: "transformer." or "", whichever its writer has used."""
+    attention = {"attention_norm": "ln_1", "qkv": "attn.c_attn", "attention_output": "attn.c_proj"}
+    mlp = {"mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+    sources = {"embedding.weight": [prefix + "wte.weight"], "positions.weight": [prefix + "wpe.weight"]}
+    for kind in ("weight", "bias"):
+        sources[f"norm.{kind}"] = [prefix + f"ln_f.{kind}"]
+        for layer in range(config.num_layers):
+            for ours, theirs in {**attention, **mlp}.items():
+                sources[f"blocks.{layer}.{ours}.{kind}"] = [prefix + f"h.{layer}.{theirs}.{kind}"]
+    return sources if config.tie_embeddings else sources | {"head.weight": ["lm_head.weight"]}
+
+
+def sources_for(config, tensors, packed_file):
+    """The sources for the names that a checkpoint has. A tied head may go by its own name, the embedding's, or both."""
+    prefix = "transformer." if any(name.startswith("transformer.") for name in tensors) else ""
+    sources = gpt_oss_sources(config, packed_file) if config.num_experts else gpt2_sources(config, prefix)
+    names = [*sources["embedding.weight"], "lm_head.weight"]
+    if config.tie_embeddings:
+        stored = [(name, tensors.pop(name)) for name in names if name in tensors]
+        if not stored:
+            raise ValueError(f"the checkpoint lacks the tensors {names[0]} and {names[1]}: it needs one of them")
+        matrices = [file.get_tensor(name) for name, (_, file) in stored]
+        if matrices[0].dtype != matrices[-1].dtype or not torch.equal(matrices[0], matrices[-1]):
+            raise ValueError(f"the tensors {names[0]} and {names[1]} differ, but config.json ties them")
+        tensors |= dict(stored[:1])
+        sources["embedding.weight"] = [stored[0][0]]
     return sources
 
 
-def empty_model(config, ops, max_context, device, dtype):
-    """A model whose parameters are allocated on `device`, not filled."""
+def parts_of(model, sources):
+    """The parameters, part by part, as the files hold them: [(view of a parameter, {name in the file: its shape})].
+
+    Stored the other way round, [in, out], are GPT-2's Conv1D weights, all of its blocks, and gpt-oss's plain experts.
+    """
+    config, parts = model.config, []
+    rows = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+    for ours, theirs in sources.items():
+        parameter, in_block = model.get_parameter(ours), ours.startswith("blocks.")
+        if len(theirs) == 2:
+            blocks = parameter.unflatten(-1, (-1, 32)).shape[:-1]
+            parts.append((parameter, {theirs[0]: (*blocks, 16), theirs[1]: blocks}))
+        elif len(theirs) == 3:
+            parts += [(part, {name: part.shape}) for part, name in zip(parameter.split(rows), theirs)]
+        else:
+            turned = in_block and parameter.is_floating_point() and parameter.ndim == (3 if config.num_experts else 2)
+            view = parameter.mT if turned else parameter
+            parts.append((view, {theirs[0]: view.shape}))
+    return parts
+
+
+# The files
+
+
+def list_shards(folder):
+    """The files that hold the weights. Raises ValueError, before one is opened, if one is missing."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ValueError(f"{single} is missing, and so is {index.name}: a checkpoint folder needs one of them")
+    paths = [folder / str(name) for name in Fields(read_json(index), index).get("weight_map", dict).values()]
+    for path in paths:
+        if path.parent != folder or not path.is_file():
+            raise ValueError(
+                f"{path}, which {index.name} names, is missing or outside of the folder: download it again"
+            )
+    return sorted(set(paths))
+
+
+@contextmanager
+def open_shards(folder):
+    """All tensors of a checkpoint, from the headers of its files: {name: (path, open file)}."""
+    tensors = {}
+    with ExitStack() as stack:
+        for path in list_shards(folder):
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                advice = "download it again, from Git with git lfs pull"
+                raise ValueError(f"{path} is no complete safetensors file ({error}): {advice}") from None
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                if name in tensors:
+                    raise ValueError(f"{path} holds the tensor {name}, and so does {tensors[name][0]}")
+                tensors[name] = (path, file)
+        yield tensors
+
+
+def check_tensors(parts, tensors, folder):
+    """Account for every tensor. Raises ValueError for one that is missing, unknown, or of another shape or type."""
+    unused = dict(tensors)
+    for name, shape in (item for _, shapes in parts for item in shapes.items()):
+        if name not in unused:
+            raise ValueError(f"{folder} lacks the tensor {name}")
+        path, file = unused.pop(name)
+        stored, dtypes = file.get_slice(name), ["U8"] if name.endswith(("_blocks", "_scales")) else DTYPES
+        if stored.get_shape() != list(shape):
+            raise ValueError(f"{path}: {name} has shape {stored.get_shape()}, config.json asks for {list(shape)}")
+        if stored.get_dtype() not in dtypes:
+            raise ValueError(f"{path}: {name} is {stored.get_dtype()}, not {' or '.join(dtypes)}")
+    for name, (path, _) in unused.items():
+        if not CAUSAL_MASK.fullmatch(name):
+            raise ValueError(f"{path} holds the tensor {name}, which has no place in the model of config.json")
+
+
+# The model
+
+
+def can_stay_packed(device):
+    """Whether a kernel computes with MXFP4 as it is: on CUDA, with Triton. Elsewhere it is decoded once."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def model_without_memory(config, ops, max_context, device, dtype):
+    """The model for a device, its parameters on torch's meta device: shapes without memory."""
     with torch.device("meta"):
-        model = GPT(config, ops, max_context, device)
-    model = model.to(dtype).to_empty(device=device).requires_grad_(False)
-    if config.tie_embeddings:
+        config = replace(config, mxfp4=config.mxfp4 and can_stay_packed(device))
+        return GPT(config, ops, max_context, device).to(dtype).requires_grad_(False)
+
+
+def allocate(model, device):
+    """Give the parameters memory on `device`, unfilled. Raises ValueError where there is too little."""
+    needed, available = sum(parameter.nbytes for parameter in model.parameters()), free_memory(device)
+    if needed > available:
+        figures = f"{needed / 1e9:.1f} GB are needed, {available / 1e9:.1f} GB are available"
+        raise ValueError(f"not enough memory on {device} for the weights in {model.norm.weight.dtype}: {figures}")
+    model.to_empty(device=device)
+    if model.config.tie_embeddings:
         model.head.weight = model.embedding.weight
+
+
+def free_memory(device):
+    """Bytes that can still be allocated; infinity where the system does not say."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    text = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
+    found = re.search(r"MemAvailable:\s+(\d+)", text)
+    return 1024 * int(found[1]) if found else math.inf
+
+
+def load_model(folder, config, ops, max_context, device, dtype):
+    """The model of a checkpoint folder. Raises ValueError naming the file and the tensor that is missing, broken,
+    misshapen or unknown, and where memory is short."""
+    model = model_without_memory(config, ops, max_context, device, dtype)
+    with open_shards(folder) as tensors:
+        sources = sources_for(model.config, tensors, packed_file=config.mxfp4)
+        assert sources.keys() == dict(model.named_parameters()).keys()
+        check_tensors(parts_of(model, sources), tensors, folder)
+        allocate(model, device)
+        if config.mxfp4 and not model.config.mxfp4:
+            size = sum(parameter.nbytes for parameter in model.parameters()) / 1e9
+            print(f"MXFP4 stays packed on CUDA with Triton only: decoding to {size:.1f} GB of {dtype}", file=sys.stderr)
+        for view, shapes in tqdm(parts_of(model, sources), "loading", leave=False, delay=1):
+            fill(view, *(tensors[name][1].get_tensor(name) for name in shapes))
     return model
 
 
+def fill(view, tensor, scales=None):
+    """Write a tensor of a file into a part of a parameter; with scales, the values of packed experts, one by one."""
+    if scales is None:
+        view.copy_(tensor.to(view.device))
+        return
+    for values, *packed in zip(view, tensor.flatten(-2), scales):
+        values.copy_(decode_mxfp4(Mxfp4(*(part.to(view.device) for part in packed)), view.dtype))
+
+
 def random_model(config, ops, max_context, device, dtype, seed=0):
-    """A model of the true shape with seeded random weights, drawn on the device."""
-    model = empty_model(config, ops, max_context, device, dtype)
+    """A model of any shape with seeded random weights, drawn in place on the device. Raises ValueError where memory is
+    short.
+
+    A matrix of normal numbers times 0.02 keeps the size of its input where that is about 2,500 wide; so do random MXFP4
+    codes, whose root mean square is 2.9, with scales about 2**-7.
+    """
+    model = model_without_memory(config, ops, max_context, device, dtype)
+    allocate(model, device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             parameter.fill_(1.0)
+        elif parameter.dtype == torch.uint8:
+            parameter.random_(*((119, 122) if name.endswith("_scales") else (0, 256)), generator=generator)
         else:
             parameter.normal_(std=0.02, generator=generator)
     return model
-
-
-def load_model(folder, config, ops, max_context, device, dtype):
-    """The model of a checkpoint folder. Raises ValueError naming the file and tensor that is missing, broken or
-    misshapen."""
-    model = empty_model(config, ops, max_context, device, dtype)
-    path = folder / "model.safetensors"
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: a checkpoint folder needs it")
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            for name, sources in gpt_oss_sources(config).items():
-                if missing := [source for source in sources if source not in names]:
-                    raise ValueError(f"{path} lacks the tensor {missing[0]}")
-                fill(
-                    model.get_parameter(name),
-                    [file.get_tensor(source) for source in sources],
-                    name,
-                    f"{path}: {sources[0]}",
-                )
-    except SafetensorError as error:
-        raise ValueError(f"{path} is no complete safetensors file ({error}): download it again") from None
-    return model
-
-
-def fill(parameter, tensors, name, where):
-    """Write the file's tensors into a parameter. gpt-oss stores experts as [expert, in, out]; ours are [expert, out,
-    in]."""
-    tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-    if name.endswith(("mlp.gate_up", "mlp.down")):
-        tensor = tensor.transpose(1, 2)
-    if tensor.shape != parameter.shape:
-        raise ValueError(f"{where} has shape {list(tensor.shape)}, config.json asks for {list(parameter.shape)}")
-    parameter.copy_(tensor)

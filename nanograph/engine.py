@@ -18,7 +18,7 @@ from time import perf_counter
 import torch
 
 from nanograph.batch import Batch
-from nanograph.checkpoint import find_folder, load_model, read_config, read_dtype
+from nanograph.checkpoint import choose_dtype, find_folder, load_model, random_model, read_config, read_dtype
 from nanograph.executors import Stats
 from nanograph.executors.breakable import BreakableExecutor
 from nanograph.executors.eager import EagerExecutor
@@ -92,7 +92,7 @@ class LLM:
     def __init__(self, model="nano", mode="breakable", device="auto", **options):
         self.options = options = EngineOptions(model, mode, device, **options)
         self.device = pick_device(options.device if not isinstance(model, GPT) else model.head.weight.device)
-        self._folder = None if isinstance(model, GPT) else find_folder(model)
+        self._folder = None if isinstance(model, GPT) else find_folder(model, options.random_weights)
         self.model = model if isinstance(model, GPT) else self._load()
         self.config = self.model.config
         self.max_context = self.model.max_context if isinstance(model, GPT) else self._max_context(self.config)
@@ -106,9 +106,10 @@ class LLM:
     def _load(self):
         options, config = self.options, read_config(self._folder)
         self.max_context = self._max_context(config)
-        default = torch.float32 if self.device.type == "cpu" else read_dtype(self._folder)
-        dtype = getattr(torch, options.dtype) if options.dtype else default
+        dtype = choose_dtype(options.dtype, read_dtype(self._folder), config, self.device)
         ops = import_module(f"nanograph.kernels.{options.kernels or 'reference'}")
+        if options.random_weights:
+            return random_model(config, ops, self.max_context, self.device, dtype)
         return load_model(self._folder, config, ops, self.max_context, self.device, dtype)
 
     def _max_context(self, config):
@@ -152,7 +153,7 @@ class LLM:
         encoding."""
         if self._folder is None:
             raise ValueError("a model passed as an object has no vocabulary: use token ids")
-        return load_tokenizer(self._folder, self.config.vocab_size, self.config.eos_ids)
+        return load_tokenizer(self._folder, self.config.vocab_size)
 
     @property
     def stats(self):

@@ -10,11 +10,11 @@ import argparse
 import os
 import sys
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 
-from nanograph.options import BREAKS, DTYPES, KERNELS, MODES, EngineOptions, SamplingParams
+from nanograph.options import BREAKS, DTYPES, KERNELS, MODES, RANDOM_WEIGHTS, EngineOptions, SamplingParams
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -27,7 +27,10 @@ class CommandLine(argparse.ArgumentParser):
 def add_engine_arguments(parser, several=False):
     """The options of EngineOptions that command lines share. several: --modes and --kernels, which take lists."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--model", default="nano", help="nano, or a checkpoint folder (default: nano)")
+    group.add_argument(
+        "--model", default="nano", help="nano, a checkpoint folder, or a repository of Hugging Face (default: nano)"
+    )
+    group.add_argument("--random-weights", choices=RANDOM_WEIGHTS, help="a published shape, without its weights")
     if several:
         group.add_argument("--modes", default=",".join(MODES), help="as eager,full (default: all three)")
         group.add_argument("--kernels", help=f"as {','.join(KERNELS)} (default: the fastest)")
@@ -55,21 +58,9 @@ def add_engine_arguments(parser, several=False):
     )
 
 
-def engine_options(args):
-    """EngineOptions from parsed arguments. Raises ValueError."""
-    names = (
-        "model",
-        "mode",
-        "breaks",
-        "buckets",
-        "max_batch_tokens",
-        "max_context",
-        "device",
-        "dtype",
-        "kernels",
-        "capture",
-    )
-    return EngineOptions(**{name: getattr(args, name) for name in names})
+def from_arguments(kind, args):
+    """An EngineOptions or SamplingParams from the parsed arguments of the same names. Raises ValueError."""
+    return kind(**{field.name: getattr(args, field.name) for field in fields(kind) if hasattr(args, field.name)})
 
 
 def open_llms(args, **changes):
@@ -79,7 +70,7 @@ def open_llms(args, **changes):
     """
     several = product(args.kernels.split(",") if args.kernels else [None], args.modes.split(","))
     chosen = [argparse.Namespace(**{**vars(args), "kernels": kernels, "mode": mode}) for kernels, mode in several]
-    options = [replace(engine_options(one), **changes) for one in chosen]
+    options = [replace(from_arguments(EngineOptions, one), **changes) for one in chosen]
 
     from nanograph.engine import LLM
 
@@ -106,6 +97,7 @@ def parse_arguments(argv):
     sampling.add_argument("--stop", action="append", default=[], help="end at this string; may be given several times")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past the model's end-of-text token")
     add_engine_arguments(parser)
+    parser.add_argument("--chat", action="store_true", help="the prompt is a message to gpt-oss (harmony format)")
     parser.add_argument("--stats", action="store_true", help="say on standard error what the engine did")
     parser.add_argument("--explain", action="store_true", help="say on standard error what the captured graphs hold")
     return parser.parse_args(argv)
@@ -123,6 +115,21 @@ def read_prompts(args):
         except UnicodeDecodeError as error:
             raise ValueError(f"the prompt file {args.prompt_file} is not UTF-8 (byte {error.start})") from None
     return prompts
+
+
+def frame_as_chat(llm, prompts):
+    """Prompts as messages to gpt-oss, which then ends where the format ends and shows its marks, as <|channel|>.
+
+    Returns lists of token ids. Raises ValueError for another model: it does not know the format.
+    """
+    from nanograph.tokenizer import KNOWN
+
+    if KNOWN.get(llm.config.vocab_size) != "o200k_harmony":
+        raise ValueError("--chat is for gpt-oss: this model was not trained on chats")
+    ends = llm.tokenizer.special_ids("<|return|>", "<|call|>")
+    llm.tokenizer.hidden_ids = ends
+    llm.scheduler.eos_ids |= ends
+    return list(map(llm.tokenizer.encode_chat, prompts))
 
 
 def print_stats(llm):
@@ -146,9 +153,11 @@ def write(text):
 
 def run(args):
     """Complete the prompts and print them. Raises ValueError for what cannot be done, after doing the rest."""
-    names = ("temperature", "top_k", "top_p", "max_new_tokens", "seed", "stop", "ignore_eos")
-    params = SamplingParams(**{name: getattr(args, name) for name in names})
-    options, prompts = engine_options(args), read_prompts(args)
+    params, options, prompts = (
+        from_arguments(SamplingParams, args),
+        from_arguments(EngineOptions, args),
+        read_prompts(args),
+    )
     if not any(prompts):
         raise ValueError("prompt is empty: give at least one character")
 
@@ -156,6 +165,7 @@ def run(args):
     from nanograph.explain import explain
 
     llm = LLM(**vars(options))
+    prompts = frame_as_chat(llm, prompts) if args.chat else prompts
     try:
         if len(prompts) == 1:
             for result in llm.stream(prompts, params):

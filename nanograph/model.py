@@ -203,12 +203,12 @@ class PackedMoE(MoE):
     """The same over MXFP4 weights: what was a parameter is two, its blocks and its scales, read as one Mxfp4."""
 
     def add_weight(self, name, experts, rows, columns):
-        for part, width in (("blocks", columns // 2), ("scales", columns // 32)):
-            packed = torch.empty(experts, rows, width, dtype=torch.uint8)
+        for part, width in (("blocks", [columns // 32, 16]), ("scales", [columns // 32])):
+            packed = torch.empty(experts, rows, *width, dtype=torch.uint8)
             setattr(self, f"{name}_{part}", nn.Parameter(packed, requires_grad=False))
 
-    gate_up = property(lambda self: Mxfp4(self.gate_up_blocks, self.gate_up_scales))
-    down = property(lambda self: Mxfp4(self.down_blocks, self.down_scales))
+    gate_up = property(lambda self: Mxfp4(self.gate_up_blocks.flatten(-2), self.gate_up_scales))
+    down = property(lambda self: Mxfp4(self.down_blocks.flatten(-2), self.down_scales))
 
 
 class Block(nn.Module):

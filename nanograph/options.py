@@ -14,6 +14,7 @@ from itertools import pairwise
 MODES = ("eager", "breakable", "full")
 KERNELS = ("reference", "triton")
 DTYPES = ("float32", "float16", "bfloat16")
+RANDOM_WEIGHTS = ("nano", "gpt2", "gpt-oss-20b", "gpt-oss-120b")
 # The operations of a block, in the order in which it runs them. `moe` is the feed-forward half, of experts or (GPT-2)
 # dense.
 BREAKS = ("norm", "qkv", "rotary", "attention", "attention_output", "moe")
@@ -131,7 +132,8 @@ def parse_buckets(buckets, max_batch_tokens):
 class EngineOptions:
     """How an LLM computes. Raises ValueError, naming the option.
 
-    model: "nano" (shipped), a checkpoint folder, or a GPT that is already built (then without text: token ids only).
+    model: "nano" (shipped), a checkpoint folder, a repository of Hugging Face (as openai-community/gpt2; needs
+    nanograph[hub]), or a GPT that is already built (then without text: token ids only).
     mode: "eager", "breakable" or "full". device: "auto" (CUDA where there is a GPU), "cpu", "cuda" or "cuda:1".
     dtype: one of DTYPES; None computes in float32 on the CPU and in the checkpoint's own dtype on CUDA.
     max_batch_tokens: the most tokens of one step. max_requests: the most requests of one step.
@@ -140,6 +142,7 @@ class EngineOptions:
     buckets: see parse_buckets. breaks: see parse_breaks (mode breakable alone uses them).
     kernels: "reference" or "triton"; None takes the fastest there is. capture: "lazy", on first use, or "ahead".
     pad_to_bucket: pad the steps of mode eager as the other modes do, to compare at equal shapes.
+    random_weights: one of RANDOM_WEIGHTS: instead of a checkpoint, a model of that published shape with random weights.
     """
 
     model: object = "nano"
@@ -155,6 +158,7 @@ class EngineOptions:
     kernels: str | None = None
     capture: str = "lazy"
     pad_to_bucket: bool = False
+    random_weights: str | None = None
 
     def __post_init__(self):
         check_choice("mode", self.mode, MODES)
@@ -163,6 +167,10 @@ class EngineOptions:
             check_choice("dtype", self.dtype, DTYPES)
         if self.kernels is not None:
             check_choice("kernels", self.kernels, KERNELS)
+        if self.random_weights is not None:
+            check_choice("random_weights", self.random_weights, RANDOM_WEIGHTS)
+            if isinstance(self.model, str) and self.model != "nano":
+                raise ValueError(f"random_weights {self.random_weights} and model {self.model}: give one of them")
         for name in ("max_batch_tokens", "max_requests", "max_context", "kv_blocks"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), minimum=1)

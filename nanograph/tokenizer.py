@@ -10,17 +10,25 @@ Read first: nothing. Read next: engine.py.
 
 import base64
 import codecs
+from datetime import date
 
 # Where nano's text is cut before byte pairs merge: words and marks keep the blank before them, newlines come in runs.
 SPLIT = r"'(?:[sdmt]|ll|ve|re)\b| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\n+|[^\S\n]+"
 END_OF_TEXT = "<|endoftext|>"
+SYSTEM_MESSAGE = """You are ChatGPT, a large language model trained by OpenAI.
+Knowledge cutoff: 2024-06
+Current date: {}
+
+Reasoning: medium
+
+# Valid channels: analysis, commentary, final. Channel must be included for every message."""
 KNOWN = {50257: "gpt2", 201088: "o200k_harmony"}  # vocabulary size -> tiktoken's name
 # The most characters that tiktoken gets at a time. Its own patterns overflow their stack at a million blanks in a row,
 # with a panic that no `except Exception` sees.
 MAX_CHARACTERS = 500_000
 
 
-def load_tokenizer(folder, vocab_size, eos_ids=()):
+def load_tokenizer(folder, vocab_size):
     """The Tokenizer of a checkpoint folder: over its own `vocab.tiktoken`, else the encoding of that vocabulary size.
 
     Raises ValueError for a broken vocabulary file, for a size that fits no known encoding, and where tiktoken cannot
@@ -69,11 +77,14 @@ def known_encoding(name):
 
 
 class Tokenizer:
-    """encode and decode over a tiktoken.Encoding."""
+    """encode and decode over a tiktoken.Encoding. hidden_ids: tokens that are no part of a text, the special ones."""
 
     def __init__(self, encoding):
         self.encoding = encoding
-        self._special_ids = {encoding.encode_single_token(name) for name in encoding.special_tokens_set}
+        self.hidden_ids = self.special_ids(*encoding.special_tokens_set)
+
+    def special_ids(self, *names):
+        return frozenset(map(self.encoding.encode_single_token, names))
 
     def encode(self, text):
         """Token ids. What spells a special token is plain text.
@@ -87,12 +98,23 @@ class Tokenizer:
         parts = (text[start : start + MAX_CHARACTERS] for start in range(0, len(text), MAX_CHARACTERS))
         return [token for part in parts for token in self.encoding.encode_ordinary(part)]
 
+    def encode_chat(self, text):
+        """Token ids of a user's message to gpt-oss, up to where the answer begins. What the user types is plain text.
+
+        In the harmony format, which gpt-oss was trained on: https://github.com/openai/harmony/blob/main/docs/format.md.
+        """
+        start, message, end = map(self.encoding.encode_single_token, ("<|start|>", "<|message|>", "<|end|>"))
+        ids = []
+        for role, content in (("system", SYSTEM_MESSAGE.format(date.today())), ("user", text)):
+            ids += [start, *self.encode(role), message, *self.encode(content), end]
+        return [*ids, start, *self.encode("assistant")]
+
     def decode_bytes(self, token_ids):
         """The bytes of tokens. Special tokens, and ids that the encoding does not know, have none."""
         return b"".join(map(self.token_bytes, token_ids))
 
     def token_bytes(self, token_id):
-        if token_id in self._special_ids:
+        if token_id in self.hidden_ids:
             return b""
         try:
             return self.encoding.decode_single_token_bytes(token_id)

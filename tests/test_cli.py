@@ -90,8 +90,11 @@ def test_a_prompt_file_that_is_not_utf8(capsys, tmp_path):
 
 
 CHECKPOINTS = {
-    "no config": (lambda path: (path / "config.json").unlink(), "config.json is missing"),
-    "config is no JSON": (lambda path: (path / "config.json").write_text("{"), "config.json is not readable JSON"),
+    "no config": (lambda path: (path / "config.json").unlink(), "config.json"),
+    "config is no JSON": (
+        lambda path: (path / "config.json").write_text("{"),
+        "config.json, which a checkpoint needs, cannot be read",
+    ),
     "no weights": (lambda path: (path / "model.safetensors").unlink(), "safetensors"),
     "truncated": (lambda path: truncate(path / "model.safetensors"), "model.safetensors"),
 }

@@ -133,7 +133,7 @@ def test_what_the_profiler_saw_is_told_apart(monkeypatch):
     events += [event("gemm", 7, 20, True), event("norm", 7, 22, True), event("Memcpy DtoD", 8, 24, True)]
 
     class Profile:
-        def __init__(self, activities):
+        def __init__(self, activities, acc_events):
             assert [activity.name for activity in activities] == ["CUDA"]
 
         __enter__ = __exit__ = lambda self, *exception: self
