@@ -12,6 +12,7 @@ Read first: scheduler.py, batch.py, executors/. Read next: generate.py, a comman
 import secrets
 from functools import cached_property
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import count
 from time import perf_counter
 
@@ -107,7 +108,7 @@ class LLM:
         options, config = self.options, read_config(self._folder)
         self.max_context = self._max_context(config)
         dtype = choose_dtype(options.dtype, read_dtype(self._folder), config, self.device)
-        ops = import_module(f"nanograph.kernels.{options.kernels or 'reference'}")
+        ops = load_kernels(options.kernels, self.device)
         if options.random_weights:
             return random_model(config, ops, self.max_context, self.device, dtype)
         return load_model(self._folder, config, ops, self.max_context, self.device, dtype)
@@ -304,6 +305,14 @@ def pick_device(name):
     if device.type == "cuda":  # with its number, also where none was given
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     return device
+
+
+def load_kernels(name, device):
+    """A set of kernels, by default the fastest that the device can run. Raises ValueError for Triton without CUDA."""
+    if name == "triton" and device.type != "cuda":
+        raise ValueError("kernels triton need a CUDA GPU: use kernels reference")
+    fastest = "triton" if device.type == "cuda" and find_spec("triton") else "reference"
+    return import_module(f"nanograph.kernels.{name or fastest}")
 
 
 def step_kind(scheduled):

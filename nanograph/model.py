@@ -138,20 +138,9 @@ class Attention(nn.Module):
 
     @graph_break("attention")
     def forward(self, q, batch):
-        k_cache, v_cache = batch.kv_cache.layer(self.layer)
-        out = self.ops.paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            batch.cu_seqlens_q,
-            batch.seq_lens,
-            batch.block_tables,
-            self.sinks,
-            self.window,
-            self.scale,
-            batch.max_seq_len,
-        )
-        return out.flatten(1)
+        who = (batch.cu_seqlens_q, batch.seq_lens, batch.block_tables)
+        how = (self.sinks, self.window, self.scale, batch.max_seq_len)
+        return self.ops.paged_attention(q, *batch.kv_cache.layer(self.layer), *who, *how).flatten(1)
 
 
 class AttentionOutput(nn.Linear):

@@ -36,6 +36,7 @@ BAD = {
     "mode": (["--mode", "fast"], "invalid choice: 'fast'"),
     "model": (["--model", "nanno"], "unknown model 'nanno'"),
     "device": (["--device", "gpu"], "unknown device 'gpu'"),
+    "kernels": (["--kernels", "triton"], "kernels triton need a CUDA GPU: use kernels reference"),
     "break": (["--breaks", "attention,router"], "unknown break 'router': choose from norm, qkv"),
     "no breaks": (["--breaks", ""], "unknown break ''"),
     "empty prompt": (["--prompt", ""], "prompt is empty"),

@@ -26,7 +26,8 @@ import torch
 import triton
 import triton.language as tl
 
-LIVE = ["cu_seqlens_q", "seq_lens", "block_tables", "split", "num_rows", "num_slots"]  # no code of its own for a value
+LOG2_E = tl.constexpr(math.log2(math.e))  # softmax in powers of two: the GPU computes exp2
+LIVE = ["split", "num_rows", "num_slots"]  # no machine code of their own for 1, or for multiples of 16
 
 
 class Tiles(NamedTuple):
@@ -109,14 +110,6 @@ def attend(
     return peak, total, mixed
 
 
-@triton.jit
-def start_softmax(sinks, heads, exist, ROWS: tl.constexpr):
-    """The running maximum and sum before any key: of the sinks, or of nothing (finite: -inf - -inf would be NaN)."""
-    if sinks is not None:
-        return tl.load(sinks + heads, mask=exist, other=0.0).to(tl.float32) * 1.4426950408889634, tl.full([ROWS], 1.0, tl.float32)
-    return tl.full([ROWS], -1e30, tl.float32), tl.full([ROWS], 0.0, tl.float32)
-
-
 @triton.jit(do_not_specialize=LIVE)
 def attention_kernel(
     q, k_cache, v_cache, cu_seqlens_q, seq_lens, block_tables, sinks, out, log_totals, scale, split, num_rows,
@@ -124,6 +117,10 @@ def attention_kernel(
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
 ):  # fmt: skip
+    """One tile of queries, one key head, one split of keys. log_totals: None where keys are not split.
+
+    out [splits, T, H, D]: the mix of values, divided by its total; log_totals float32 [splits, T, H]: log2 of that.
+    """
     kv_head, part = tl.program_id(0), tl.program_id(2)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # a prompt's last rows see the most keys: they start first
     slot, row, end_row, position = find_rows(cu_seqlens_q, seq_lens, tile, num_rows, num_slots, TILE_QUERIES)
@@ -136,19 +133,25 @@ def attention_kernel(
         end = tl.minimum(end, begin + split)
         if begin >= end:
             return
+
     PACK: tl.constexpr = TILE_ROWS // TILE_QUERIES
     lanes, dims = tl.arange(0, TILE_ROWS), tl.arange(0, TILE_DIM)
     rows, heads, positions = row + lanes // PACK, kv_head * GROUP + lanes % PACK, position + lanes // PACK
-    live = (rows < end_row) & (lanes // PACK < TILE_QUERIES) & (lanes % PACK < GROUP)
-    cells = (rows.to(tl.int64) * (KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
+    live = (rows < end_row) & (lanes % PACK < GROUP)
     mask = live[:, None] & (dims < HEAD_DIM)[None, :]
+    heads_before = rows.to(tl.int64) * (KV_HEADS * GROUP) + heads
+    cells = heads_before[:, None] * HEAD_DIM + dims[None, :]
     queries = tl.load(q + cells, mask=mask, other=0.0)
-    peak, total = start_softmax(sinks, heads, live, TILE_ROWS)
+
+    peak, total = tl.full([TILE_ROWS], -1e30, tl.float32), tl.zeros([TILE_ROWS], tl.float32)
+    if sinks is not None:  # a key of the first split, whose value is zero
+        sink = tl.load(sinks + heads, mask=live, other=0.0).to(tl.float32) * LOG2_E
+        peak, total = tl.where(part == 0, sink, peak), tl.where(part == 0, 1.0, total)
     mixed = tl.zeros([TILE_ROWS, TILE_DIM], tl.float32)
     k_cache += kv_head * HEAD_DIM
     v_cache += kv_head * HEAD_DIM
     block_table = block_tables + slot.to(tl.int64) * table_width
-    whole = begin  # up to here, a multiple of the tile, all queries see all keys
+    whole = begin  # up to here, all queries see all keys
     if not WINDOW:
         whole += tl.maximum(tl.minimum(end, position + 1) - begin, 0) // TILE_KEYS * TILE_KEYS
         peak, total, mixed = attend(
@@ -159,9 +162,64 @@ def attention_kernel(
         peak, total, mixed, queries, positions, whole, end, k_cache, v_cache, block_table, scale,
         KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, TILE_KEYS, TILE_DIM, MASKED=True,
     )  # fmt: skip
+
     total = tl.where(total > 0, total, 1.0)  # rows of no request have no keys: 0 / 1
-    cells += part.to(tl.int64) * num_rows * (KV_HEADS * GROUP * HEAD_DIM)
-    tl.store(out + cells, (mixed / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    rows_before = part.to(tl.int64) * num_rows * (KV_HEADS * GROUP)
+    tl.store(out + rows_before * HEAD_DIM + cells, (mixed / total[:, None]).to(out.dtype.element_ty), mask=mask)
     if log_totals is not None:
-        cells = (part * num_rows + rows).to(tl.int64) * (KV_HEADS * GROUP) + heads
-        tl.store(log_totals + cells, peak + tl.log2(total), mask=live)
+        tl.store(log_totals + rows_before + heads_before, peak + tl.log2(total), mask=live)
+
+
+@triton.jit(do_not_specialize=LIVE)
+def combine_kernel(
+    mixes, log_totals, cu_seqlens_q, seq_lens, out, split, num_rows, num_slots,
+    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_SPLITS: tl.constexpr, TILE_DIM: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: the mixes of its splits, weighted by their totals, in a fixed order. Zero for padding."""
+    head, row, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    _, _, _, position = find_rows(cu_seqlens_q, seq_lens, row, num_rows, num_slots, 1)
+    num_keys = tl.minimum(position + 1, WINDOW) if WINDOW else position + 1
+    num_splits = (tl.maximum(num_keys, 0) + split - 1) // split
+    dims = tl.arange(0, TILE_DIM)
+    peak, total, mixed = -1e30, 0.0, tl.zeros([TILE_DIM], tl.float32)
+    for first in range(0, num_splits, TILE_SPLITS):
+        splits = first + tl.arange(0, TILE_SPLITS)
+        heads_before = (splits.to(tl.int64) * num_rows + row) * num_heads + head
+        log_total = tl.load(log_totals + heads_before, mask=splits < num_splits, other=float("-inf"))
+        mask = (splits < num_splits)[:, None] & (dims < HEAD_DIM)[None, :]
+        mix = tl.load(mixes + heads_before[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+        new_peak = tl.maximum(peak, tl.max(log_total, 0))
+        weights, shrink = tl.exp2(log_total - new_peak), tl.exp2(peak - new_peak)
+        total = total * shrink + tl.sum(weights, 0)
+        mixed = mixed * shrink + tl.sum(weights[:, None] * mix, 0)
+        peak = new_peak
+    mixed = mixed / tl.where(total > 0, total, 1.0)
+    cells = (row.to(tl.int64) * num_heads + head) * HEAD_DIM + dims
+    tl.store(out + cells, mixed.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+def paged_attention(q, k_cache, v_cache, cu_seqlens_q, seq_lens, block_tables, sinks, window, scale, max_seq_len):
+    """See kernels/reference.py."""
+    (num_rows, num_heads, head_dim), num_slots = q.shape, seq_lens.shape[0]
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    cut = tiles(num_rows, num_slots, num_heads, num_kv_heads, head_dim, q.dtype)
+    tile_dim = max(16, triton.next_power_of_2(head_dim))
+    num_tiles = num_rows if cut.queries == 1 else num_rows // cut.queries + num_slots + 1
+    split = 0 if 0 < window <= cut.split else cut.split
+    num_splits, mixes, log_totals = 1, (out := torch.empty_like(q)), None
+    if split:
+        num_splits = max(1, triton.cdiv(min(max_seq_len, window or max_seq_len), split))
+        mixes = torch.empty(num_splits, *q.shape, dtype=torch.float32, device=q.device)
+        log_totals = torch.empty(num_splits, num_rows, num_heads, dtype=torch.float32, device=q.device)
+    attention_kernel[num_kv_heads, num_tiles, num_splits](
+        q, k_cache, v_cache, cu_seqlens_q, seq_lens, block_tables, sinks, mixes, log_totals, scale * LOG2_E.value,
+        split, num_rows, num_slots, block_tables.shape[1], num_kv_heads, num_heads // num_kv_heads, head_dim,
+        block_size, window, cut.queries, cut.rows, cut.keys, tile_dim,
+        num_warps=cut.num_warps, num_stages=cut.num_stages,
+    )  # fmt: skip
+    if split:
+        combine_kernel[num_heads, num_rows](
+            mixes, log_totals, cu_seqlens_q, seq_lens, out, split, num_rows, num_slots,
+            head_dim, window, TILE_SPLITS=32, TILE_DIM=tile_dim,
+        )  # fmt: skip
+    return out
