@@ -38,9 +38,8 @@ class Batch:
         self.blocks_per_request = -(-max_context // BLOCK_SIZE)
         rows = dict.fromkeys(("input_ids", "positions", "slot_mapping"), max_tokens)
         slots = dict.fromkeys(("seq_lens", "logits_indices", "temperature", "top_k", "top_p", "uniform"), max_requests)
-        tables = {
-            "block_tables": max_requests * self.blocks_per_request
-        }  # last, so that a copy can stop after its used part
+        # Tables come last, so that a copy can stop after their used part.
+        tables = {"block_tables": max_requests * self.blocks_per_request}
         lengths = {**rows, "cu_seqlens_q": max_requests + 1, **slots, **tables}
         self.offsets = dict(zip(lengths, accumulate(lengths.values(), initial=0)))
         size = sum(lengths.values())
@@ -96,9 +95,8 @@ class Batch:
         self._put("temperature", [request.params.temperature for request in requests])
         self._put("top_k", [min(request.params.top_k or 0, 2**31 - 1) for request in requests])
         self._put("top_p", [request.params.top_p for request in requests])
-        self._put(
-            "uniform", [uniform(request.seed, len(request.token_ids) - request.num_prompt) for request in requests]
-        )
+        steps = [len(request.token_ids) - request.num_prompt for request in requests]
+        self._put("uniform", [uniform(request.seed, step) for request, step in zip(requests, steps)])
         for slot, request in enumerate(requests):
             self._put("block_tables", request.block_table, slot * self.blocks_per_request)
 

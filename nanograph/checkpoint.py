@@ -34,8 +34,8 @@ FILES = ["config.json", "generation_config.json", "*.safetensors", "*.safetensor
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors and as torch call them
 EMBEDDING = re.compile(r"(.*\.)?(wte|embed_tokens|lm_head)\.weight")
 CAUSAL_MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")  # in older files of GPT-2
-MAX_SIZE = 2**19  # what is larger in a config.json is a mistake, and nothing of that size must be allocated
-MAX_POSITIONS, MAX_LAYERS = 2**24, 1000
+# What is larger in a config.json is a mistake, and nothing of that size must be allocated.
+MAX_SIZE, MAX_LAYERS, MAX_POSITIONS = 2**19, 1000, 2**24
 LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
@@ -57,11 +57,10 @@ def find_folder(model, random_weights=None):
 
         # not what lies in inner folders: there gpt-oss has its weights in other formats
         return Path(snapshot_download(str(model), allow_patterns=FILES, ignore_patterns=["*/*"]))
-    except ImportError:
-        raise ValueError(f"no folder {model}: to download it, pip install nanograph[hub]") from None
     except Exception as error:  # whatever the network stack of the day raises
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-        raise ValueError(f"no folder {model}, and it cannot be downloaded ({reason})") from None
+        how = "pip install nanograph[hub]" if isinstance(error, ImportError) else reason
+        raise ValueError(f"no folder {model}, and it cannot be downloaded: {how}") from None
 
 
 # What config.json says
@@ -97,18 +96,14 @@ class Fields:
             return default
         if type(value) not in ((int, float) if kind is float else (kind,)):
             self.refuse(key, f"of type {kind.__name__}")
+        if kind is float and not 0 < value < 1e38:
+            self.refuse(key, "a number above 0")
         return value
 
     def size(self, key, default=..., most=MAX_SIZE, step=1):
         value = self.get(key, int, default)
-        if not 1 <= value <= most or value % step:
+        if value not in range(step, most + 1, step):
             self.refuse(key, f"from {step} to {most}, a multiple of {step}")
-        return value
-
-    def number(self, key, default=..., above=0):
-        value = self.get(key, float, default)
-        if value is not None and not above < value < 1e38:
-            self.refuse(key, f"a number above {above}")
         return value
 
     def inner(self, key):
@@ -116,10 +111,10 @@ class Fields:
 
     def only(self, key, *supported):
         """Refuse what the engine does not compute. The first value supported is also what absence means."""
-        value = self.values.get(key)
-        if value is not None and value not in supported:
+        value = supported[0] if self.values.get(key) is None else self.values[key]
+        if value not in supported:
             self.refuse(key, " or ".join(map(repr, supported)))
-        return supported[0] if value is None else value
+        return value
 
 
 def read_config(folder):
@@ -161,7 +156,7 @@ def gpt2_config(raw, where):
         intermediate_size=fields.size("n_inner", 4 * hidden_size, most=4 * MAX_SIZE),
         max_positions=fields.size("n_positions", most=MAX_POSITIONS),
         norm="layer",
-        norm_eps=fields.number("layer_norm_epsilon"),
+        norm_eps=fields.get("layer_norm_epsilon", float),
         sinks=False,
         tie_embeddings=fields.get("tie_word_embeddings", bool, True),
         eos_ids=eos_ids(fields, fields.size("vocab_size")),
@@ -185,13 +180,13 @@ def gpt_oss_config(raw, where="config.json"):
         head_dim=fields.size("head_dim", step=2),
         intermediate_size=fields.size("intermediate_size", step=block),
         max_positions=fields.size("max_position_embeddings", most=MAX_POSITIONS),
-        norm_eps=fields.number("rms_norm_eps"),
+        norm_eps=fields.get("rms_norm_eps", float),
         rope=read_rope(fields),
         windows=read_windows(fields),
         num_experts=experts,
         experts_per_token=fields.size("num_experts_per_tok", most=experts),
         mxfp4=mxfp4,
-        swiglu_limit=fields.number("swiglu_limit", 7.0),
+        swiglu_limit=fields.get("swiglu_limit", float, 7.0),
         tie_embeddings=fields.get("tie_word_embeddings", bool, False),
         eos_ids=eos_ids(fields, fields.size("vocab_size")),
     )
@@ -203,23 +198,19 @@ def read_rope(fields):
     rope.only("partial_rotary_factor", 1.0)
     for key in LAYER_TYPES:  # transformers can hold one rotation for each
         rope.only(key, None)
-    theta = rope.number("rope_theta", None, above=1) or fields.number("rope_theta", above=1)
+    theta = rope.get("rope_theta", float, None) or fields.get("rope_theta", float)
+    if theta <= 1:
+        raise ValueError(f"{rope.where}: rope_theta must be above 1, but is {theta}")
     if rope.only("rope_type" if "rope_type" in rope.values else "type", "default", "yarn") == "default":
         return Rope(theta)
-    factor, attention_factor = rope.number("factor"), rope.number("attention_factor", None)
-    mscales = [rope.number("mscale", None), rope.number("mscale_all_dim", None)]
+    factor, attention_factor = rope.get("factor", float), rope.get("attention_factor", float, None)
+    mscales = [rope.get("mscale", float, None), rope.get("mscale_all_dim", float, None)]
     if attention_factor is None and all(mscales):
         over, under = (0.1 * mscale * math.log(max(factor, 1.0)) + 1.0 for mscale in mscales)
         attention_factor = over / under
-    return Rope(
-        theta=theta,
-        factor=factor,
-        original_max_positions=rope.size("original_max_position_embeddings", most=MAX_POSITIONS),
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
-        truncate=rope.get("truncate", bool, True),
-        attention_factor=attention_factor,
-    )
+    original = rope.size("original_max_position_embeddings", most=MAX_POSITIONS)
+    betas = rope.get("beta_fast", float, 32.0), rope.get("beta_slow", float, 1.0)
+    return Rope(theta, factor, original, *betas, rope.get("truncate", bool, True), attention_factor)
 
 
 def read_windows(fields):
@@ -265,81 +256,59 @@ def choose_dtype(asked, saved, config, device):
 # Which tensor goes where
 
 
-def gpt_oss_sources(config, packed_file=False):
-    """Where each parameter comes from: our name -> names in the file.
+def gpt_oss_places(model, packed_file=False):
+    """What each tensor of a gpt-oss fills: {name in the file: view of a parameter, in the layout of the file}.
 
-    Three names are laid one below the other; two are the blocks and scales of a packed weight, to be decoded.
+    Experts are stored as [expert, in, out]. In a packed file they are `_blocks` [E, out, in / 32, 16] and `_scales`
+    [E, out, in / 32]; where the model's are not packed, their views have the 32 values of a block, and the first.
     """
-    sources = {"embedding.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"]}
-    for layer in range(config.num_layers):
-        ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
-        sources[ours + "attention_norm.weight"] = [theirs + "input_layernorm.weight"]
-        sources[ours + "attention.sinks"] = [theirs + "self_attn.sinks"]
-        sources[ours + "mlp_norm.weight"] = [theirs + "post_attention_layernorm.weight"]
-        for kind in ("weight", "bias"):
-            sources[ours + f"qkv.{kind}"] = [theirs + f"self_attn.{name}_proj.{kind}" for name in "qkv"]
-            sources[ours + f"attention_output.{kind}"] = [theirs + f"self_attn.o_proj.{kind}"]
-            sources[ours + f"mlp.router.{kind}"] = [theirs + f"mlp.router.{kind}"]
-        for name in ("gate_up", "down"):
-            our, their = ours + f"mlp.{name}", theirs + f"mlp.experts.{name}_proj"
-            blocks, scales = their + "_blocks", their + "_scales"
-            if config.mxfp4:
-                sources |= {our + "_blocks": [blocks], our + "_scales": [scales]}
-            else:
-                sources[our] = [blocks, scales] if packed_file else [their]
-            sources[our + "_bias"] = [their + "_bias"]
-    return sources if config.tie_embeddings else sources | {"head.weight": ["lm_head.weight"]}
-
-
-def gpt2_sources(config, prefix):
-    """The same for GPT-2. prefix: "transformer." or "", whichever its writer has used."""
-    attention = {"attention_norm": "ln_1", "qkv": "attn.c_attn", "attention_output": "attn.c_proj"}
-    mlp = {"mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-    sources = {"embedding.weight": [prefix + "wte.weight"], "positions.weight": [prefix + "wpe.weight"]}
-    for kind in ("weight", "bias"):
-        sources[f"norm.{kind}"] = [prefix + f"ln_f.{kind}"]
-        for layer in range(config.num_layers):
-            for ours, theirs in {**attention, **mlp}.items():
-                sources[f"blocks.{layer}.{ours}.{kind}"] = [prefix + f"h.{layer}.{theirs}.{kind}"]
-    return sources if config.tie_embeddings else sources | {"head.weight": ["lm_head.weight"]}
-
-
-def sources_for(config, tensors, packed_file):
-    """The sources for the names that a checkpoint has. A tied head may go by its own name, the embedding's, or both."""
-    prefix = "transformer." if any(name.startswith("transformer.") for name in tensors) else ""
-    sources = gpt_oss_sources(config, packed_file) if config.num_experts else gpt2_sources(config, prefix)
-    names = [*sources["embedding.weight"], "lm_head.weight"]
-    if config.tie_embeddings:
-        stored = [(name, tensors.pop(name)) for name in names if name in tensors]
-        if not stored:
-            raise ValueError(f"the checkpoint lacks the tensors {names[0]} and {names[1]}: it needs one of them")
-        matrices = [file.get_tensor(name) for name, (_, file) in stored]
-        if matrices[0].dtype != matrices[-1].dtype or not torch.equal(matrices[0], matrices[-1]):
-            raise ValueError(f"the tensors {names[0]} and {names[1]} differ, but config.json ties them")
-        tensors |= dict(stored[:1])
-        sources["embedding.weight"] = [stored[0][0]]
-    return sources
-
-
-def parts_of(model, sources):
-    """The parameters, part by part, as the files hold them: [(view of a parameter, {name in the file: its shape})].
-
-    Stored the other way round, [in, out], are GPT-2's Conv1D weights, all of its blocks, and gpt-oss's plain experts.
-    """
-    config, parts = model.config, []
+    config, places = model.config, {"model.embed_tokens.weight": model.embedding.weight}
+    places |= {"lm_head.weight": model.head.weight, "model.norm.weight": model.norm.weight}
     rows = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
-    for ours, theirs in sources.items():
-        parameter, in_block = model.get_parameter(ours), ours.startswith("blocks.")
-        if len(theirs) == 2:
-            blocks = parameter.unflatten(-1, (-1, 32)).shape[:-1]
-            parts.append((parameter, {theirs[0]: (*blocks, 16), theirs[1]: blocks}))
-        elif len(theirs) == 3:
-            parts += [(part, {name: part.shape}) for part, name in zip(parameter.split(rows), theirs)]
-        else:
-            turned = in_block and parameter.is_floating_point() and parameter.ndim == (3 if config.num_experts else 2)
-            view = parameter.mT if turned else parameter
-            parts.append((view, {theirs[0]: view.shape}))
-    return parts
+    for layer, block in enumerate(model.blocks):
+        prefix = f"model.layers.{layer}."
+        places[prefix + "input_layernorm.weight"] = block.attention_norm.weight
+        places[prefix + "self_attn.sinks"] = block.attention.sinks
+        places[prefix + "post_attention_layernorm.weight"] = block.mlp_norm.weight
+        for kind in ("weight", "bias"):
+            for name, part in zip("qkv", getattr(block.qkv, kind).split(rows)):
+                places[prefix + f"self_attn.{name}_proj.{kind}"] = part
+            places[prefix + f"self_attn.o_proj.{kind}"] = getattr(block.attention_output, kind)
+            places[prefix + f"mlp.router.{kind}"] = getattr(block.mlp.router, kind)
+        for ours, weight in block.mlp.named_parameters(recurse=False):
+            name = prefix + "mlp.experts." + re.sub("gate_up|down", r"\g<0>_proj", ours)
+            if ours not in ("gate_up", "down"):  # biases, and what is packed on both sides
+                places[name] = weight
+            elif packed_file:
+                blocks = weight.unflatten(-1, (-1, 32))
+                places |= {f"{name}_blocks": blocks, f"{name}_scales": blocks[..., 0]}
+            else:
+                places[name] = weight.mT
+    return places
+
+
+def gpt2_places(model, prefix):
+    """The same for GPT-2, which stores weights as [in, out] (Conv1D). prefix: "transformer." or "", as its writer chose."""
+    names = {"attention_norm": "ln_1", "qkv": "attn.c_attn", "attention_output": "attn.c_proj"}
+    names |= {"mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+    places = {prefix + "wte.weight": model.embedding.weight, "lm_head.weight": model.head.weight}
+    places[prefix + "wpe.weight"] = model.positions.weight
+    places |= {f"{prefix}ln_f.{kind}": parameter for kind, parameter in model.norm.named_parameters()}
+    for layer, block in enumerate(model.blocks):
+        for ours, theirs in names.items():
+            for kind, parameter in block.get_submodule(ours).named_parameters():
+                places[f"{prefix}h.{layer}.{theirs}.{kind}"] = parameter.mT if parameter.ndim == 2 else parameter
+    return places
+
+
+def places_for(model, tensors, packed_file):
+    """What the tensors of a checkpoint fill. A tied head may go by its own name, by the embedding's, or by both."""
+    prefix = "transformer." if any(name.startswith("transformer.") for name in tensors) else ""
+    places = gpt_oss_places(model, packed_file) if model.config.num_experts else gpt2_places(model, prefix)
+    embedding, head, *_ = places
+    if model.config.tie_embeddings and (embedding in tensors) != (head in tensors):
+        del places[head if embedding in tensors else embedding]
+    return places
 
 
 # The files
@@ -355,9 +324,7 @@ def list_shards(folder):
     paths = [folder / str(name) for name in Fields(read_json(index), index).get("weight_map", dict).values()]
     for path in paths:
         if path.parent != folder or not path.is_file():
-            raise ValueError(
-                f"{path}, which {index.name} names, is missing or outside of the folder: download it again"
-            )
+            raise ValueError(f"{index}: {path} is missing, or outside of this folder: download it again")
     return sorted(set(paths))
 
 
@@ -379,21 +346,26 @@ def open_shards(folder):
         yield tensors
 
 
-def check_tensors(parts, tensors, folder):
+def check_tensors(places, tensors, config, folder):
     """Account for every tensor. Raises ValueError for one that is missing, unknown, or of another shape or type."""
-    unused = dict(tensors)
-    for name, shape in (item for _, shapes in parts for item in shapes.items()):
-        if name not in unused:
-            raise ValueError(f"{folder} lacks the tensor {name}")
-        path, file = unused.pop(name)
-        stored, dtypes = file.get_slice(name), ["U8"] if name.endswith(("_blocks", "_scales")) else DTYPES
-        if stored.get_shape() != list(shape):
-            raise ValueError(f"{path}: {name} has shape {stored.get_shape()}, config.json asks for {list(shape)}")
-        if stored.get_dtype() not in dtypes:
-            raise ValueError(f"{path}: {name} is {stored.get_dtype()}, not {' or '.join(dtypes)}")
-    for name, (path, _) in unused.items():
-        if not CAUSAL_MASK.fullmatch(name):
+    if missing := [name for name in places if name not in tensors]:
+        raise ValueError(f"{folder} lacks {len(missing)} tensors: {', '.join(missing[:3])}")
+    for name, (path, file) in tensors.items():
+        if CAUSAL_MASK.fullmatch(name):
+            continue
+        if name not in places:
             raise ValueError(f"{path} holds the tensor {name}, which has no place in the model of config.json")
+        stored, shape = file.get_slice(name), list(places[name].shape)
+        shape = [*shape[:-1], 16] if name.endswith("_blocks") else shape
+        if stored.get_shape() != shape:
+            raise ValueError(f"{path}: {name} has shape {stored.get_shape()}, config.json asks for {shape}")
+        if stored.get_dtype() not in (["U8"] if name.endswith(("_blocks", "_scales")) else DTYPES):
+            raise ValueError(f"{path}: {name} has dtype {stored.get_dtype()}, which is not supported")
+    embedding, second, *_ = places
+    if config.tie_embeddings and second == "lm_head.weight":
+        one, other = (tensors[name][1].get_tensor(name).float() for name in (embedding, second))
+        if not torch.equal(one, other):
+            raise ValueError(f"{folder}: {embedding} and {second} differ, but config.json ties them")
 
 
 # The model
@@ -417,9 +389,11 @@ def allocate(model, device):
     if needed > available:
         figures = f"{needed / 1e9:.1f} GB are needed, {available / 1e9:.1f} GB are available"
         raise ValueError(f"not enough memory on {device} for the weights in {model.norm.weight.dtype}: {figures}")
-    model.to_empty(device=device)
-    if model.config.tie_embeddings:
-        model.head.weight = model.embedding.weight
+    empty = {old: torch.empty(old.shape, dtype=old.dtype, device=device) for old in model.parameters()}
+    empty = {old: torch.nn.Parameter(new, requires_grad=False) for old, new in empty.items()}
+    for module in model.modules():  # and not model.to_empty, which imports for a second and unties the head
+        for name, old in module.named_parameters(recurse=False):
+            setattr(module, name, empty[old])
 
 
 def free_memory(device):
@@ -427,9 +401,8 @@ def free_memory(device):
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    text = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
-    found = re.search(r"MemAvailable:\s+(\d+)", text)
-    return 1024 * int(found[1]) if found else math.inf
+    path = Path("/proc/meminfo")
+    return 1024 * int(path.read_text().split("MemAvailable:")[1].split()[0]) if path.exists() else math.inf
 
 
 def load_model(folder, config, ops, max_context, device, dtype):
@@ -437,25 +410,24 @@ def load_model(folder, config, ops, max_context, device, dtype):
     misshapen or unknown, and where memory is short."""
     model = model_without_memory(config, ops, max_context, device, dtype)
     with open_shards(folder) as tensors:
-        sources = sources_for(model.config, tensors, packed_file=config.mxfp4)
-        assert sources.keys() == dict(model.named_parameters()).keys()
-        check_tensors(parts_of(model, sources), tensors, folder)
+        check_tensors(places_for(model, tensors, config.mxfp4), tensors, config, folder)
         allocate(model, device)
         if config.mxfp4 and not model.config.mxfp4:
             size = sum(parameter.nbytes for parameter in model.parameters()) / 1e9
             print(f"MXFP4 stays packed on CUDA with Triton only: decoding to {size:.1f} GB of {dtype}", file=sys.stderr)
-        for view, shapes in tqdm(parts_of(model, sources), "loading", leave=False, delay=1):
-            fill(view, *(tensors[name][1].get_tensor(name) for name in shapes))
+        for name, view in tqdm(places_for(model, tensors, config.mxfp4).items(), "loading", leave=False, delay=1):
+            fill(view, name, lambda name: tensors[name][1].get_tensor(name))
     return model
 
 
-def fill(view, tensor, scales=None):
-    """Write a tensor of a file into a part of a parameter; with scales, the values of packed experts, one by one."""
-    if scales is None:
-        view.copy_(tensor.to(view.device))
-        return
-    for values, *packed in zip(view, tensor.flatten(-2), scales):
-        values.copy_(decode_mxfp4(Mxfp4(*(part.to(view.device) for part in packed)), view.dtype))
+def fill(view, name, read):
+    """Write the tensor `name`, as `read` reads it, into its place. Packed experts are decoded there one by one."""
+    if view.dtype == torch.uint8 or not name.endswith(("_blocks", "_scales")):
+        view.copy_(read(name).to(view.device))
+    elif name.endswith("_blocks"):
+        for values, *packed in zip(view, read(name).flatten(-2), read(name.replace("_blocks", "_scales"))):
+            packed = Mxfp4(*(part.to(view.device) for part in packed))
+            values.copy_(decode_mxfp4(packed, view.dtype).view_as(values))
 
 
 def random_model(config, ops, max_context, device, dtype, seed=0):

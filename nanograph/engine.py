@@ -26,7 +26,7 @@ from nanograph.executors.eager import EagerExecutor
 from nanograph.executors.full import FullExecutor
 from nanograph.kv_cache import BlockAllocator, KVCache
 from nanograph.model import GPT
-from nanograph.options import EngineOptions, SamplingParams
+from nanograph.options import EngineOptions, SamplingParams, check_type
 from nanograph.sampling import sample
 from nanograph.scheduler import Request, Scheduler
 from nanograph.tokenizer import Detokenizer, load_tokenizer
@@ -96,9 +96,12 @@ class LLM:
         self._folder = None if isinstance(model, GPT) else find_folder(model, options.random_weights)
         self.model = model if isinstance(model, GPT) else self._load()
         self.config = self.model.config
-        self.max_context = self.model.max_context if isinstance(model, GPT) else self._max_context(self.config)
+        self.max_context = self._max_context(self.model.max_context)
         self._stats = Stats()
-        self._make_buffers()
+        try:
+            self._make_buffers()
+        except RuntimeError as error:
+            raise ValueError("no memory for the buffers: lower max_batch_tokens, max_requests or kv_blocks") from error
         self._make_executor()
         self._ids = count()
         self._results = {}  # request_id -> Result, while unfinished
@@ -106,15 +109,15 @@ class LLM:
 
     def _load(self):
         options, config = self.options, read_config(self._folder)
-        self.max_context = self._max_context(config)
+        max_context = self._max_context(config.max_positions)
         dtype = choose_dtype(options.dtype, read_dtype(self._folder), config, self.device)
         ops = load_kernels(options.kernels, self.device)
         if options.random_weights:
-            return random_model(config, ops, self.max_context, self.device, dtype)
-        return load_model(self._folder, config, ops, self.max_context, self.device, dtype)
+            return random_model(config, ops, max_context, self.device, dtype)
+        return load_model(self._folder, config, ops, max_context, self.device, dtype)
 
-    def _max_context(self, config):
-        asked, most = self.options.max_context, config.max_positions
+    def _max_context(self, most):
+        asked = self.options.max_context
         if asked is not None and asked > most:
             raise ValueError(f"max_context {asked} exceeds the model's {most} positions")
         return asked or min(most, DEFAULT_MAX_CONTEXT)
@@ -124,11 +127,9 @@ class LLM:
         max_requests = min(options.max_requests, options.max_batch_tokens)
         kv_blocks = options.kv_blocks or self._default_kv_blocks(max_requests, dtype)
         self.kv_cache = KVCache(self.config, kv_blocks, dtype, self.device)
-        self.batch = Batch(options.max_batch_tokens, max_requests, self.max_context, self.kv_cache, self.device)
-        allocator = BlockAllocator(kv_blocks)
-        self.scheduler = Scheduler(
-            allocator, self.config.eos_ids, options.max_batch_tokens, max_requests, self.max_context
-        )
+        limits = options.max_batch_tokens, max_requests, self.max_context
+        self.batch = Batch(*limits, self.kv_cache, self.device)
+        self.scheduler = Scheduler(BlockAllocator(kv_blocks), self.config.eos_ids, *limits)
 
     def _default_kv_blocks(self, max_requests, dtype):
         """Blocks for every slot at full context, if they fit: on CUDA in 80 % of what the weights left free."""
@@ -174,7 +175,10 @@ class LLM:
         Raises ValueError for a prompt that is empty, too long, out of the vocabulary or too large for the KV cache, or
         for an id in use. Nothing else is affected.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        check_type("params", params, SamplingParams, "a SamplingParams")
+        check_type("prompt", prompt, (str, list, tuple), "a text or a list of token ids")
+        check_type("request_id", request_id, (str, type(None)), "a string")
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
         watcher = Detokenizer(self.tokenizer, params.stop) if params.stop else None
         if request_id is None:
@@ -187,13 +191,11 @@ class LLM:
         return self._results[request_id]
 
     def _check_ids(self, prompt):
-        token_ids = list(prompt)
-        for token in token_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.config.vocab_size:
-                raise ValueError(
-                    f"token id {token!r} is outside the vocabulary: integers from 0 to {self.config.vocab_size - 1}"
-                )
-        return token_ids
+        last = self.config.vocab_size - 1
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= last:
+                raise ValueError(f"token id {token!r} is outside the vocabulary: integers from 0 to {last}")
+        return list(prompt)
 
     def cancel(self, request_id):
         """End an unfinished request: its result keeps what it has. Raises ValueError for an unknown id."""
@@ -233,9 +235,11 @@ class LLM:
     def _settle(self, request):
         """After a request's new token: end it at a stop string, and forget it once it has ended."""
         result, watcher = self._results[request.request_id], self._stop_watchers.get(request.request_id)
-        if watcher and request.finish_reason is None:
+        if watcher and request.finish_reason != "stop":
             watcher.push(request.token_ids[-1])
-            if watcher.stopped:
+            if watcher.stopped and request.finish_reason:
+                request.finish_reason = "stop"  # in the last token that it was allowed
+            elif watcher.stopped:
                 self.scheduler.finish(request, "stop")
         if request.finish_reason:
             self._forget(request.request_id)
@@ -276,13 +280,22 @@ class LLM:
         return results, errors
 
     def _advance(self, results):
-        """Step until `results` have ended, yielding each that got a token; cancel them if the caller goes away."""
-        mine = [result for result in results if result]
+        """Step until `results` have ended, yielding each that has a new token; cancel them if the caller goes away.
+
+        Tokens also count where another loop over this engine took the step.
+        """
+        seen = {result: 0 for result in results if result}  # of the unfinished ones: how many tokens were yielded
         try:
-            while any(result.finish_reason is None for result in mine):
-                yield from (result for result in self.step() if result in mine)
+            while seen:
+                self.step()
+                for result in list(seen):
+                    if len(result.token_ids) > seen[result]:
+                        seen[result] = len(result.token_ids)
+                        yield result
+                    if result.finish_reason:
+                        del seen[result]
         finally:
-            for result in mine:
+            for result in seen:
                 if result.finish_reason is None:
                     self.cancel(result.request_id)
 
@@ -294,9 +307,9 @@ def pick_device(name):
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"unknown device {name!r}: choose from auto, cpu, cuda") from None
-    if device.type not in ("cpu", "cuda"):
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
         raise ValueError(f"unknown device {name!r}: choose from auto, cpu, cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(

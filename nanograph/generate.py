@@ -17,40 +17,37 @@ from pathlib import Path
 from nanograph.options import BREAKS, DTYPES, KERNELS, MODES, RANDOM_WEIGHTS, EngineOptions, SamplingParams
 
 
+def one_line(message):
+    """A message as one line, also where it quotes a file name of two."""
+    return " ".join(str(message).splitlines())
+
+
 class CommandLine(argparse.ArgumentParser):
     """An ArgumentParser whose complaints are one line."""
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {one_line(message)}\n")
 
 
 def add_engine_arguments(parser, several=False):
     """The options of EngineOptions that command lines share. several: --modes and --kernels, which take lists."""
     group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--model", default="nano", help="nano, a checkpoint folder, or a repository of Hugging Face (default: nano)"
-    )
+    group.add_argument("--model", default="nano", help="nano, a folder, or a Hugging Face repository (default: nano)")
     group.add_argument("--random-weights", choices=RANDOM_WEIGHTS, help="a published shape, without its weights")
     if several:
         group.add_argument("--modes", default=",".join(MODES), help="as eager,full (default: all three)")
         group.add_argument("--kernels", help=f"as {','.join(KERNELS)} (default: the fastest)")
     else:
-        group.add_argument(
-            "--mode", choices=MODES, default="breakable", help="how a step is launched (default: breakable)"
-        )
+        group.add_argument("--mode", choices=MODES, default="breakable", help="how steps run (default: breakable)")
         group.add_argument("--kernels", choices=KERNELS, help="default: the fastest that the device can run")
     group.add_argument(
         "--breaks",
         default="attention",
         help=f"operations that run between segments: {', '.join(BREAKS)}, or all (default: attention)",
     )
-    group.add_argument(
-        "--buckets", help="token counts to capture graphs for, as 64,256 (default: a ladder up to --max-batch-tokens)"
-    )
+    group.add_argument("--buckets", help="token counts to capture, as 64,256 (default: up to --max-batch-tokens)")
     group.add_argument("--max-batch-tokens", type=int, default=2048, help="most tokens of one step (default: 2048)")
-    group.add_argument(
-        "--max-context", type=int, help="most tokens of one request (default: the model's, at most 8192)"
-    )
+    group.add_argument("--max-context", type=int, help="most tokens of a request (default: the model's, up to 8192)")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     group.add_argument("--dtype", choices=DTYPES, help="default: float32 on the CPU, the checkpoint's own on CUDA")
     group.add_argument(
@@ -90,9 +87,7 @@ def parse_arguments(argv):
     sampling.add_argument("--max-new-tokens", type=int, default=200, help="most tokens to generate (default: 200)")
     sampling.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
     sampling.add_argument("--top-k", type=int, help="draw from the k likeliest tokens (default: all)")
-    sampling.add_argument(
-        "--top-p", type=float, default=0.9, help="draw from the likeliest tokens of this probability (default: 0.9)"
-    )
+    sampling.add_argument("--top-p", type=float, default=0.9, help="of those, this probability's (default: 0.9)")
     sampling.add_argument("--seed", type=int, help="the same seed draws the same text (default: a new one each time)")
     sampling.add_argument("--stop", action="append", default=[], help="end at this string; may be given several times")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past the model's end-of-text token")
@@ -106,7 +101,7 @@ def parse_arguments(argv):
 def read_prompts(args):
     """The prompts to complete. Raises ValueError for a file that is missing or not UTF-8, or an empty prompt."""
     prompts = args.prompt or ["ROMEO:"]
-    if args.prompt_file:
+    if args.prompt_file is not None:
         try:
             data = sys.stdin.buffer.read() if args.prompt_file == "-" else Path(args.prompt_file).read_bytes()
             prompts = [data.decode("utf-8")]
@@ -139,9 +134,7 @@ def print_stats(llm):
     for kind, steps in sorted(stats.steps_by_kind.items()):
         rate = stats.tokens_by_kind[kind] / stats.seconds_by_kind[kind]
         lines.append(f"{kind}: {steps} steps, {stats.tokens_by_kind[kind]} tokens, {rate:,.0f} tokens/s with captures")
-    lines.append(
-        f"padded rows: {stats.padded_rows}; breaks run: {stats.breaks_run}; graph bytes: {stats.graph_bytes:,}"
-    )
+    lines.append(f"padded rows {stats.padded_rows}, breaks run {stats.breaks_run}, graph bytes {stats.graph_bytes:,}")
     lines.append(f"launches to compute the last step: {llm.count_launches()} (sampling excepted)")
     print("\n".join(lines), file=sys.stderr)
 
@@ -208,7 +201,7 @@ def exit_code(program, run, args):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -219,6 +219,11 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x), batch)
 
 
+def unfilled_embedding(rows, columns):
+    """nn.Embedding draws normal numbers, for which the meta device would first import half of torch: 1.5 seconds."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, columns), freeze=False)
+
+
 class GPT(nn.Module):
     """config: the shape; ops: a set of kernels (kernels/reference.py or kernels/triton); max_context: positions to
     serve.
@@ -230,8 +235,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.max_context = config, max_context
         table = rotary_table(config.rope, config.head_dim, max_context, device) if config.rope else None
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.positions = None if config.rope else nn.Embedding(config.max_positions, config.hidden_size)
+        self.embedding = unfilled_embedding(config.vocab_size, config.hidden_size)
+        self.positions = None if config.rope else unfilled_embedding(config.max_positions, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, layer, table, ops) for layer in range(config.num_layers))
         self.norm = (RMSNorm if config.norm == "rms" else LayerNorm)(config, ops)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

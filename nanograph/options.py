@@ -6,8 +6,8 @@ Every refusal is a ValueError whose message is one line: what was wrong, and wha
 Read first: nothing. Read next: scheduler.py.
 """
 
-import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -44,22 +44,23 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self):
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        check_number("temperature", self.temperature, 0 <= self.temperature < math.inf, "a finite number, 0 or more")
-        check_number("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
+        largest = sys.float_info.max
+        check_number("temperature", self.temperature, lambda t: 0 <= t <= largest, "a finite number, 0 or more")
+        check_number("top_p", self.top_p, lambda p: 0 < p <= 1, "in (0, 1]")
         check_integer("max_new_tokens", self.max_new_tokens, minimum=1)
         if self.top_k is not None:
             check_integer("top_k", self.top_k, minimum=0)
         if self.seed is not None:
             check_integer("seed", self.seed)
-        if not all(isinstance(text, str) and text for text in stop):
-            raise ValueError(f"stop must be non-empty strings, not {stop!r}")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"stop must be non-empty strings, not {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(stop))
 
 
 def check_number(name, value, in_range, wanted):
-    """Raise ValueError unless `value` is a real number and `in_range` (NaN compares False) holds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not in_range:
+    """Raise ValueError unless `value` is a real number of which `in_range` (False of NaN) holds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not in_range(value):
         raise ValueError(f"{name} must be {wanted}, not {value!r}")
 
 
@@ -69,6 +70,12 @@ def check_integer(name, value, minimum=None):
         raise ValueError(f"{name} must be an integer, not {value!r}")
     if minimum is not None and value < minimum:
         raise ValueError(f"{name} must be {minimum} or more, not {value}")
+
+
+def check_type(name, value, types, wanted):
+    """Raise ValueError unless `value` is an instance of `types`."""
+    if not isinstance(value, types):
+        raise ValueError(f"{name} must be {wanted}, not a {type(value).__name__}")
 
 
 def check_choice(name, value, choices):
@@ -83,9 +90,9 @@ def parse_breaks(breaks):
     breaks: "attention", "attention,moe", "all", or a list of names.
     Returns a frozenset of names of BREAKS. Raises ValueError for a name that does not exist, listing those that do.
     """
-    names = [name.strip() for name in breaks.split(",")] if isinstance(breaks, str) else list(breaks)
-    if not names:
-        raise ValueError("breaks is empty: for a graph without breaks use mode full")
+    names = [name.strip() for name in breaks.split(",")] if isinstance(breaks, str) else breaks
+    if not isinstance(names, Collection) or not names:
+        raise ValueError(f"breaks must name operations, not {breaks!r}: for a graph without breaks use mode full")
     for name in names:
         check_choice("break", name, (*BREAKS, "all"))
     return frozenset(BREAKS if "all" in names else names)
@@ -113,12 +120,10 @@ def parse_buckets(buckets, max_batch_tokens):
     """
     if buckets is None:
         return bucket_ladder(max_batch_tokens)
-    if isinstance(buckets, str):
-        try:
-            buckets = [int(part) for part in buckets.split(",")]
-        except ValueError:
-            raise ValueError(f"buckets must be integers separated by commas, not {buckets!r}") from None
-    buckets = list(buckets)
+    try:
+        buckets = list(map(int, buckets.split(","))) if isinstance(buckets, str) else list(buckets)
+    except (TypeError, ValueError):
+        raise ValueError(f"buckets must be integers separated by commas, not {buckets!r}") from None
     for bucket in buckets:
         check_integer("each bucket", bucket, minimum=1)
     if not buckets or any(a >= b for a, b in pairwise(buckets)):
@@ -133,7 +138,8 @@ class EngineOptions:
     """How an LLM computes. Raises ValueError, naming the option.
 
     model: "nano" (shipped), a checkpoint folder, a repository of Hugging Face (as openai-community/gpt2; needs
-    nanograph[hub]), or a GPT that is already built (then without text: token ids only).
+    nanograph[hub]), or a GPT that is already built: then without text (token ids only), and where, in what dtype and
+    with which kernels it computes was decided when it was built.
     mode: "eager", "breakable" or "full". device: "auto" (CUDA where there is a GPU), "cpu", "cuda" or "cuda:1".
     dtype: one of DTYPES; None computes in float32 on the CPU and in the checkpoint's own dtype on CUDA.
     max_batch_tokens: the most tokens of one step. max_requests: the most requests of one step.

@@ -39,7 +39,9 @@ def sample(logits, temperature, top_k, top_p, uniform):
     float32 [R]; uniform float32 [R] in [0, 1). Returns int64 [R]. A row's token depends on that row alone.
 
     top_k comes first, then top_p over what it left, renormalized. The cumulative sum runs in the order of the
-    vocabulary and in float64: a bf16 or float32 sum over a large vocabulary saturates.
+    vocabulary and in float64: a bf16 or float32 sum over a large vocabulary saturates. Logits that are NaN or all
+    infinite mean nothing, but yield a token of the vocabulary all the same: any other would break the next step, for
+    every request in it.
     """
     logits = logits.float()
     greedy = logits.argmax(-1)
@@ -53,4 +55,4 @@ def sample(logits, temperature, top_k, top_p, uniform):
     probs = torch.where((before < top_p[:, None]) | (ranks == 0), probs, 0)
     cumulative = torch.zeros_like(probs).scatter(-1, order, probs).cumsum(-1)
     drawn = torch.searchsorted(cumulative, uniform.double()[:, None] * cumulative[:, -1:], right=True).squeeze(-1)
-    return torch.where(temperature > 0, drawn, greedy)
+    return torch.where(temperature > 0, drawn.clamp(max=logits.shape[-1] - 1), greedy)

@@ -15,13 +15,10 @@ from datetime import date
 # Where nano's text is cut before byte pairs merge: words and marks keep the blank before them, newlines come in runs.
 SPLIT = r"'(?:[sdmt]|ll|ve|re)\b| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\n+|[^\S\n]+"
 END_OF_TEXT = "<|endoftext|>"
-SYSTEM_MESSAGE = """You are ChatGPT, a large language model trained by OpenAI.
-Knowledge cutoff: 2024-06
-Current date: {}
-
-Reasoning: medium
-
-# Valid channels: analysis, commentary, final. Channel must be included for every message."""
+SYSTEM_MESSAGE = (  # as gpt-oss has seen it in training
+    "You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\nCurrent date: {}\n\n"
+    "Reasoning: medium\n\n# Valid channels: analysis, commentary, final. Channel must be included for every message."
+)
 KNOWN = {50257: "gpt2", 201088: "o200k_harmony"}  # vocabulary size -> tiktoken's name
 # The most characters that tiktoken gets at a time. Its own patterns overflow their stack at a million blanks in a row,
 # with a panic that no `except Exception` sees.

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from nanograph import LLM, SamplingParams
-from nanograph.checkpoint import ASSETS, gpt_oss_config, gpt_oss_sources
+from nanograph.checkpoint import ASSETS, gpt_oss_config, gpt_oss_places
 from nanograph.generate import CommandLine, exit_code
 from nanograph.kernels import reference
 from nanograph.model import GPT
@@ -253,14 +253,9 @@ def initialize(model):
 
 def save(model, folder):
     """Write config.json and model.safetensors under gpt-oss's names: q, k, v apart, experts as [expert, in, out]."""
-    tensors, heads = {}, CONFIG["num_attention_heads"] * CONFIG["head_dim"]
-    kv = CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
-    for ours, theirs in gpt_oss_sources(model.config).items():
-        tensor = model.get_parameter(ours).detach().bfloat16().cpu()
-        if ours.endswith(("mlp.gate_up", "mlp.down")):
-            tensor = tensor.transpose(1, 2)
-        parts = tensor.split([heads, kv, kv]) if len(theirs) == 3 else [tensor]
-        tensors |= {name: part.contiguous() for name, part in zip(theirs, parts)}
+    places = gpt_oss_places(model)
+    del places["lm_head.weight"]  # it is the embedding
+    tensors = {name: view.detach().bfloat16().cpu().contiguous() for name, view in places.items()}
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
 

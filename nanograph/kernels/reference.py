@@ -199,16 +199,16 @@ class Mxfp4(NamedTuple):
 def decode_mxfp4(weight, dtype):
     """The values of Mxfp4 weights (or of some of their experts): [..., out, in] in `dtype`.
 
-    A code is a sign and one of 0, .5, 1, 1.5, 2, 3, 4, 6: its steps grow from 1/2 to 1 at 2, and to 2 at 4. Computed,
-    not looked up: a table made from Python values could not be part of a graph.
+    A code is a sign and one of 0, .5, 1, 1.5, 2, 3, 4, 6: its steps grow from 1/2 to 1 at 2, and to 2 at 4. Computed
+    (in halves, as integers), not looked up: a table made from Python values could not be part of a graph.
     """
     codes = torch.stack([weight.blocks & 15, weight.blocks >> 4], dim=-1).flatten(-2)
-    steps = (codes & 7).float()
-    values = torch.maximum(torch.maximum(steps / 2, steps - 2), 2 * steps - 8)
-    values = torch.where(codes < 8, values, -values).unflatten(-1, (-1, 32))
+    steps = (codes & 7).to(torch.int8)
+    halves = torch.maximum(torch.maximum(steps, 2 * steps - 4), 4 * steps - 16)
+    halves = (halves * (1 - 2 * (codes >> 3).to(torch.int8))).unflatten(-1, (-1, 32))
     scales = weight.scales.int()
     powers = torch.where(scales > 0, scales << 23, 1 << 22).view(torch.float32)  # the bits of 2 ** (scale - 127)
-    return (values * powers[..., None]).flatten(-2).to(dtype)
+    return (halves * (powers / 2)[..., None]).flatten(-2).to(dtype)
 
 
 def take_experts(weight, index, dtype):
