@@ -284,7 +284,7 @@ class LLM:
 
         Tokens also count where another loop over this engine took the step.
         """
-        seen = {result: 0 for result in results if result}  # of the unfinished ones: how many tokens were yielded
+        seen = {result: 0 for result in results if result}  # how many tokens the caller knows; until it knows all
         try:
             while seen:
                 self.step()
@@ -292,7 +292,7 @@ class LLM:
                     if len(result.token_ids) > seen[result]:
                         seen[result] = len(result.token_ids)
                         yield result
-                    if result.finish_reason:
+                    if result.finish_reason and len(result.token_ids) == seen[result]:
                         del seen[result]
         finally:
             for result in seen:

@@ -178,7 +178,7 @@ class EngineOptions:
             if isinstance(self.model, str) and self.model != "nano":
                 raise ValueError(f"random_weights {self.random_weights} and model {self.model}: give one of them")
         for name in ("max_batch_tokens", "max_requests", "max_context", "kv_blocks"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None or name in ("max_batch_tokens", "max_requests"):
                 check_integer(name, getattr(self, name), minimum=1)
         object.__setattr__(self, "buckets", parse_buckets(self.buckets, self.max_batch_tokens))
         object.__setattr__(self, "breaks", parse_breaks(self.breaks))

@@ -1,17 +1,16 @@
 """The engine through its API: requests of all kinds, alone and together, and everything that is refused."""
 
+import dataclasses
 import random
-from types import SimpleNamespace
 
 import pytest
 import tiktoken
 import torch
 from conftest import GPT2, NANO, make_model
 
-from nanograph import LLM, SamplingParams
+import nanograph
+from nanograph import LLM, SamplingParams, engine
 from nanograph.engine import RequestsRefused
-from nanograph.kv_cache import BlockAllocator
-from nanograph.scheduler import Request, Scheduler
 from nanograph.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8)
@@ -42,97 +41,14 @@ def rig(llm, tokens):
     llm.executor.run, llm.scheduler.schedule = rigged, remember
 
 
-# The scheduler
+def finish(llm, *results):
+    while any(result.finish_reason is None for result in results):
+        assert llm.step()
 
 
-def make_scheduler(num_blocks=8, budget=32, max_requests=4, max_context=128, eos_ids=()):
-    return Scheduler(BlockAllocator(num_blocks), eos_ids, budget, max_requests, max_context)
-
-
-def submit(scheduler, name, length, max_new_tokens=4):
-    request = Request(name, list(range(length)), SamplingParams(max_new_tokens=max_new_tokens), 0)
-    scheduler.add(request)
-    return request
-
-
-def advance(scheduler):
-    scheduled = scheduler.schedule()
-    complete = [request for request, count in scheduled if count == request.num_uncomputed]
-    scheduler.update(scheduled, [7] * len(complete))
-    scheduler.check()
-    return [(request.request_id, count) for request, count in scheduled]
-
-
-def test_decodes_come_first_and_prompts_are_cut_to_the_budget():
-    scheduler = make_scheduler()
-    submit(scheduler, "a", 10)
-    submit(scheduler, "b", 50)
-    submit(scheduler, "c", 3)
-    assert advance(scheduler) == [("a", 10), ("b", 22)]
-    assert advance(scheduler) == [("a", 1), ("b", 28), ("c", 3)]
-    assert advance(scheduler) == [("a", 1), ("b", 1), ("c", 1)]
-
-
-def test_a_prompt_of_whole_chunks_takes_no_empty_step():
-    for chunks in (1, 2):
-        scheduler = make_scheduler(budget=16)
-        submit(scheduler, "a", 16 * chunks, max_new_tokens=1)
-        assert [advance(scheduler) for _ in range(chunks)] == [[("a", 16)]] * chunks
-        assert advance(scheduler) == []
-
-
-def test_the_youngest_gives_way_and_computes_all_its_tokens_again():
-    scheduler = make_scheduler(num_blocks=4)
-    old, young = submit(scheduler, "old", 30, 30), submit(scheduler, "young", 15, 30)
-    while not scheduler.num_preemptions:
-        advance(scheduler)
-    assert (young.num_computed, young.block_table, young.finish_reason) == (0, [], None)
-    generated = len(young.output_ids)
-    assert generated > 0
-    while old.finish_reason is None:
-        advance(scheduler)
-    assert advance(scheduler) == [("young", 15 + generated)]
-    assert len(young.output_ids) == generated + 1
-
-
-def test_blocks_are_taken_when_needed_and_given_back():
-    for length in (15, 16, 17, 31, 32, 33):
-        scheduler = make_scheduler()
-        request = submit(scheduler, "a", length, 32)
-        while request.finish_reason is None:
-            held = request.num_computed, len(request.block_table)
-            assert held[1] == -(-held[0] // 16)
-            advance(scheduler)
-        assert scheduler.allocator.num_free == 8
-
-
-def test_what_can_never_fit_is_refused_at_once_and_its_neighbours_finish(model):
-    llm = LLM(model, kv_blocks=4)
-    one = llm.add([1] * 10, GREEDY)
-    with pytest.raises(ValueError, match=r"needs 5 KV blocks .* the cache has 4"):
-        llm.add([1] * 70, GREEDY)
-    two = llm.add([2] * 10, GREEDY)
-    while one.finish_reason is None or two.finish_reason is None:
-        llm.step()
-    assert len(one.token_ids) == len(two.token_ids) == 8
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_thousand_random_steps_lose_no_block(seed):
-    rng, names = random.Random(seed), iter(range(10**6))
-    scheduler = make_scheduler(num_blocks=10, budget=rng.choice([1, 7, 32]), eos_ids=())
-    scheduler.max_requests = min(4, scheduler.max_batch_tokens)
-    for _ in range(1000):
-        if rng.random() < 0.3 and len(scheduler.requests) < 8:
-            submit(scheduler, str(next(names)), rng.randint(1, 100), rng.randint(1, 28))
-        if rng.random() < 0.05 and scheduler.requests:
-            scheduler.cancel(rng.choice(scheduler.requests).request_id)
-        steps = advance(scheduler)
-        assert sum(count for _, count in steps) <= scheduler.max_batch_tokens
-        assert all(count > 0 for _, count in steps)
-    while scheduler.requests:
-        assert advance(scheduler)
-    assert scheduler.allocator.num_free == 10
+def assert_nothing_left(llm):
+    assert llm.scheduler.requests == []
+    assert llm.scheduler.allocator.num_free == llm.scheduler.allocator.num_blocks
 
 
 # Requests, alone and together
@@ -165,12 +81,84 @@ def test_requests_that_come_and_go(model):
     with pytest.raises(ValueError, match="no unfinished request has the id 'first'"):
         llm.cancel("first")
     again = llm.add([1, 2, 3], SamplingParams(max_new_tokens=3, seed=1), request_id="first")
-    while again.finish_reason is None:
-        llm.step()
+    finish(llm, again)
     assert again.token_ids == second.token_ids
     assert again.finish_reason == "length"
     assert llm.step() == []
-    assert llm.scheduler.allocator.num_free == llm.scheduler.allocator.num_blocks
+    assert_nothing_left(llm)
+
+
+def test_ids_that_are_made_up_avoid_those_in_use(model):
+    llm = LLM(model)
+    results = [llm.add([1], GREEDY, request_id=name) for name in ("1", None, None, "x", None)]
+    assert [result.request_id for result in results] == ["1", "0", "2", "x", "3"]
+    assert results[3] in llm.step()
+
+
+def test_results_come_in_the_order_of_their_prompts_and_grow_token_by_token(model):
+    llm, lengths = LLM(model), {}
+    params = [SamplingParams(max_new_tokens=count, seed=count) for count in (7, 2, 5)]
+    for result in llm.stream([[1], [2], [3]], params):
+        lengths.setdefault(result.request_id, []).append(len(result.token_ids))
+    assert list(lengths.values()) == [list(range(1, count + 1)) for count in (7, 2, 5)]
+    results = llm.generate([[1], [2], [3]], params)
+    assert [(result.seed, len(result.token_ids), result.finish_reason) for result in results] == [
+        (7, 7, "length"),
+        (2, 2, "length"),
+        (5, 5, "length"),
+    ]
+
+
+def test_two_streams_over_one_engine_lose_nothing(model):
+    """Each takes steps that also advance the other's requests."""
+    llm = LLM(model)
+    long, short = SamplingParams(seed=1, max_new_tokens=9), SamplingParams(seed=2, max_new_tokens=3)
+    outer, inner, last = llm.stream([[1]], long), llm.stream([[2]], short), {}
+    next(inner)
+    for result in outer:  # finishes what `inner` submitted
+        last["outer"] = len(result.token_ids)
+    for result in inner:
+        last["inner"] = len(result.token_ids)
+    assert last == {"outer": 9, "inner": 3}
+    for result in llm.stream([[1]], long):
+        llm.generate([[2]], short)
+        last["outer"] = len(result.token_ids)
+    assert last["outer"] == 9
+    assert_nothing_left(llm)
+
+
+def test_a_step_that_fails_leaves_the_engine_usable(model):
+    llm = LLM(model)
+    [expected] = llm.generate([[1, 2]], GREEDY)
+    run = llm.executor.run
+
+    def fail():
+        raise RuntimeError("out of memory")
+
+    llm.executor.run = fail
+    with pytest.raises(RuntimeError, match="out of memory"):
+        llm.generate([[1, 2], [3]], GREEDY)
+    assert_nothing_left(llm)
+    llm.executor.run = run
+    assert llm.generate([[1, 2]], GREEDY)[0].token_ids == expected.token_ids
+
+
+def test_a_broken_model_harms_no_neighbour():
+    """Its logits are NaN for one request: that one gets some tokens, the other the right ones."""
+    llm = LLM(make_model(), "eager")
+    params = SamplingParams(seed=3, max_new_tokens=6)
+    [expected] = llm.generate([[5, 6]], params)
+    run = llm.executor.run
+
+    def broken():
+        logits = run().clone()
+        logits[0] = torch.nan
+        return logits
+
+    llm.executor.run = broken
+    bad, good = llm.generate([[1], [5, 6]], params)
+    assert good.token_ids == expected.token_ids
+    assert len(bad.token_ids) == 6
 
 
 def test_a_stream_left_early_frees_everything(model):
@@ -178,8 +166,7 @@ def test_a_stream_left_early_frees_everything(model):
     for result in llm.stream([[1, 2], [3]], GREEDY):
         if len(result.token_ids) == 2:
             break
-    assert llm.scheduler.requests == []
-    assert llm.scheduler.allocator.num_free == llm.scheduler.allocator.num_blocks
+    assert_nothing_left(llm)
     assert len(llm.generate([[1, 2]], GREEDY)[0].token_ids) == 8
 
 
@@ -197,6 +184,53 @@ def test_bad_prompts_are_refused_and_the_others_complete(model):
     one, none, two = caught.value.results
     assert none is None
     assert len(one.token_ids) == len(two.token_ids) == 8
+    streamed = []
+    with pytest.raises(RequestsRefused, match=r"prompt 1: prompt is empty.*; prompt 3: token id 99 is outside"):
+        streamed.extend(llm.stream([[], [1], [99]], GREEDY))
+    assert len(streamed) == 8
+    assert_nothing_left(llm)
+
+
+PROMPTS_THAT_ARE_NONE = {
+    "nothing": [],
+    "empty": "",
+    "bytes": b"abc",
+    "None": None,
+    "a number": 5,
+    "a tensor": torch.tensor([1, 2]),
+    "nested": [[1, 2]],
+    "a set": {1, 2},
+}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS_THAT_ARE_NONE.values(), ids=PROMPTS_THAT_ARE_NONE)
+def test_a_prompt_that_is_none_harms_no_neighbour(prompt):
+    """SCH-3, by `add` and by `generate`."""
+    llm = with_bytes("abc")
+    one = llm.add("x", GREEDY)
+    with pytest.raises(ValueError) as caught:
+        llm.add(prompt, GREEDY)
+    assert "\n" not in str(caught.value)
+    two = llm.add([1], GREEDY)
+    finish(llm, one, two)
+    with pytest.raises(RequestsRefused, match="prompt 2: ") as caught:
+        llm.generate(["x", prompt, "y"], GREEDY)
+    for result in (one, two, caught.value.results[0], caught.value.results[2]):
+        assert result.text == "abcabcab"
+    assert_nothing_left(llm)
+
+
+def test_what_else_is_of_the_wrong_kind(model):
+    llm = LLM(model)
+    for params in ({"temperature": 1}, "greedy", 5):
+        with pytest.raises(ValueError, match="params must be a SamplingParams, not a"):
+            llm.add([1], params)
+    for request_id in (5, ["a"], b"a"):
+        with pytest.raises(ValueError, match="request_id must be a string, not a"):
+            llm.add([1], GREEDY, request_id)
+    with pytest.raises(RequestsRefused, match="prompt 1: prompt must be a text or a list of token ids, not a int"):
+        llm.generate([1, 2, 3], GREEDY)  # a list of prompts was asked for
+    assert_nothing_left(llm)
 
 
 @pytest.mark.parametrize("token", [-1, 64, True, 1.0, "a"])
@@ -225,11 +259,25 @@ def test_params_are_one_for_all_or_one_each(model):
         ({"buckets": [8, 4]}, "ascending"),
         ({"kv_blocks": 0}, "kv_blocks must be 1 or more"),
         ({"max_requests": 1.5}, "max_requests must be an integer"),
+        ({"device": None}, "unknown device None: choose from auto, cpu, cuda"),
+        ({"device": "cuda:99"}, "device cuda:99 asked for, but torch sees"),
+        ({"model": "nanno"}, "unknown model 'nanno'"),
+        ({"max_context": 10**6}, "max_context 1000000 exceeds the model's 1024 positions"),
+        ({"device": "cpu", "max_batch_tokens": 10**14}, "no memory for the buffers: lower max_batch_tokens"),
+        ({"device": "cpu", "kv_blocks": 10**14}, "no memory for the buffers"),
     ],
 )
 def test_options_that_do_not_exist(options, message):
     with pytest.raises(ValueError, match=message):
-        LLM("nano", **options)
+        LLM(**{"model": "nano", **options})
+
+
+def test_a_model_that_is_already_built_serves_a_shorter_context(model):
+    llm = LLM(model, max_context=20)
+    [result] = llm.generate([[1] * 10], SamplingParams(max_new_tokens=50))
+    assert (len(result.token_ids), result.finish_reason) == (10, "length")
+    with pytest.raises(ValueError, match="max_context 257 exceeds the model's 256 positions"):
+        LLM(model, max_context=257)
 
 
 @pytest.mark.parametrize("max_new_tokens", [0, -1, 1.5, True])
@@ -275,8 +323,6 @@ def bytes_tokenizer():
 
 def with_bytes(text, mode="eager"):
     """An LLM over bytes whose every request generates `text` again and again."""
-    import dataclasses
-
     llm = LLM(make_model(dataclasses.replace(NANO, vocab_size=256)), mode)
     llm.tokenizer = bytes_tokenizer()
     rig(llm, list(text.encode()))
@@ -296,6 +342,26 @@ def test_streams_are_whole_characters_and_stop_strings_are_held_back():
     assert (result.text, result.finish_reason) == ("é\ufffd", "length")
 
 
+def test_a_stop_string_ends_a_request_also_in_its_last_token():
+    llm = with_bytes("abcabc")
+    for most, text, reason in ((2, "ab", "length"), (3, "ab", "stop"), (4, "ab", "stop")):
+        for result in (
+            llm.generate(["x"], SamplingParams(temperature=0, max_new_tokens=most, stop="c"))[0],
+            list(llm.stream(["x"], SamplingParams(temperature=0, max_new_tokens=most, stop=["zz", "c"])))[-1],
+        ):
+            assert (result.text, result.new_text(), result.finish_reason) == (text, text, reason)
+    assert_nothing_left(llm)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_stop_strings_and_lengths_belong_to_a_request(mode):
+    llm = with_bytes("to be or not", mode)
+    stops = ["be", (), "not", [" ", "o"], "never"]
+    params = [SamplingParams(temperature=0, max_new_tokens=12, stop=stop) for stop in stops]
+    texts = [result.text for result in llm.generate(["x"] * 5, params)]
+    assert texts == ["to ", "to be or not", "to be or ", "t", "to be or not"]
+
+
 def test_text_needs_a_vocabulary_and_ids_do_not(model):
     llm = LLM(model)
     [result] = llm.generate([[1, 2]], GREEDY)
@@ -305,8 +371,7 @@ def test_text_needs_a_vocabulary_and_ids_do_not(model):
 
 
 def test_only_what_completes_is_sampled(model, monkeypatch):
-    from nanograph import engine
-
+    """CHK-5: unfinished prompts are not."""
     rows = []
     monkeypatch.setattr(engine, "sample", lambda logits, *rest: rows.append(len(logits)) or logits.argmax(-1))
     llm = LLM(model, max_batch_tokens=16)
@@ -317,8 +382,7 @@ def test_only_what_completes_is_sampled(model, monkeypatch):
         llm.step()
         steps += 1
     assert steps == 4
-    while result.finish_reason is None:
-        llm.step()
+    finish(llm, result)
     assert rows == [1, 1, 1]
 
 
@@ -362,9 +426,7 @@ def test_a_pool_of_the_fewest_blocks_works_as_a_large_one():
 
 
 def test_namespace_is_small():
-    import nanograph
-
     assert sorted(nanograph.__all__) == ["LLM", "SamplingParams", "__version__"]
     with pytest.raises(AttributeError):
         _ = nanograph.nothing
-    assert SimpleNamespace(LLM=nanograph.LLM).LLM is LLM
+    assert nanograph.LLM is LLM

@@ -39,7 +39,8 @@ def _poisoned_memory(monkeypatch):
     monkeypatch.setattr(torch, "empty_like", lambda tensor: empty_like(tensor).fill_(NAN))
 
 
-OPERATIONS = ["rms_norm", "rotate_and_cache", "paged_attention", "swiglu"]
+EXPERTS = ["route", "expert_gate_up", "expert_down", "grouped_linear"]
+OPERATIONS = ["rms_norm", "rotate_and_cache", "paged_attention", "swiglu", *EXPERTS]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

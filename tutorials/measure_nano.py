@@ -1,8 +1,8 @@
 """Milliseconds a decode step of nano in the three modes: `python tutorials/measure_nano.py --out FILE`.
 
-One request, bfloat16, plain torch operations. The modes run one after the other, each after a generation that captures
-what it needs; a step is timed from before `LLM.step` to after the device has finished, and the median of all steps is
-kept.
+One request, in bfloat16 on CUDA, with each set of kernels that the device can run. The modes run one after the other,
+each after a generation that captures what it needs; a step is timed from before `LLM.step` to after the device has
+finished, and the median of all steps is kept.
 """
 
 import argparse
@@ -16,14 +16,14 @@ import torch
 from train_nano import machine
 
 from nanograph import LLM, SamplingParams
-from nanograph.options import MODES
+from nanograph.options import KERNELS, MODES
 
 PARAMS = SamplingParams(temperature=0, max_new_tokens=200, ignore_eos=True)
 
 
-def measure(mode, device):
+def measure(kernels, mode, device):
     """Median milliseconds of a decode step, and what the CPU launches for one."""
-    llm = LLM("nano", mode, device)
+    llm = LLM("nano", mode, device, kernels=kernels)
     llm.generate(["ROMEO:"], PARAMS)
     result, times = llm.add("ROMEO:", PARAMS), []
     while result.finish_reason is None:
@@ -32,7 +32,8 @@ def measure(mode, device):
         if llm.device.type == "cuda":
             torch.cuda.synchronize()
         times.append(perf_counter() - began)
-    return {"mode": mode, "milliseconds": round(1e3 * statistics.median(times), 2), "launches": llm.count_launches()}
+    milliseconds = round(1e3 * statistics.median(times), 2)
+    return {"kernels": kernels, "mode": mode, "milliseconds": milliseconds, "launches": llm.count_launches()}
 
 
 def main():
@@ -40,7 +41,8 @@ def main():
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results") / "nano_decode.json")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    rows = [measure(mode, args.device) for mode in MODES]
+    kernel_sets = KERNELS if args.device.startswith("cuda") else KERNELS[:1]
+    rows = [measure(kernels, mode, args.device) for kernels in kernel_sets for mode in MODES]
     head = {"command": "python tutorials/measure_nano.py", "date": datetime.date.today().isoformat()}
     summary = {**head, "torch": torch.__version__, **machine(torch.device(args.device)), "rows": rows}
     args.out.write_text(json.dumps(summary, indent=1) + "\n")

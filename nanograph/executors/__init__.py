@@ -6,7 +6,9 @@ padded), `run()` computes the logits of the step that the batch holds, `count_la
 bucket before the first step.
 """
 
+import sys
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -65,7 +67,12 @@ class OperationTimer(TorchDispatchMode):
 
 
 def count_operations(function):
-    """Operations that `function()` launches one by one."""
-    with OperationTimer() as timer:
+    """Operations that `function()` launches one by one: torch's, and Triton's kernels, which torch does not see."""
+    launches, triton = [], sys.modules.get("triton")
+    hook = triton.knobs.runtime.launch_enter_hook if triton else None
+    with OperationTimer() as timer, ExitStack() as stack:
+        if hook:
+            hook.add(launches.append)
+            stack.callback(hook.remove, launches.append)
         function()
-    return len(timer.times)
+    return len(timer.times) + len(launches)

@@ -1,6 +1,7 @@
 """The kernels of reference.py again, in Triton: fused, and fast on CUDA. The same names, signatures and meanings.
 
-Routing stays that of the reference: it is sorting and counting of a few numbers.
+What is not worth a kernel of its own is taken from there. Read first: kernels/reference.py. Read next: attention.py,
+moe.py, fused.py.
 """
 
 from nanograph.kernels.reference import Mxfp4, Routing, decode_mxfp4, route

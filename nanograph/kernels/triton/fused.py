@@ -87,21 +87,15 @@ def rotate_and_cache(qkv, rotary_table, positions, k_cache, v_cache, slot_mappin
 
 
 @triton.jit
-def clamped_swiglu(gate, up, limit, alpha):
-    """The activation itself, on float32 tiles of gates and ups."""
-    gate = tl.minimum(gate, limit, propagate_nan=NAN)
-    up = tl.clamp(up, -limit, limit, propagate_nan=NAN)
-    return gate * tl.sigmoid(alpha * gate) * (up + 1)
-
-
-@triton.jit
 def swiglu_kernel(gate_up, out, limit, alpha, size, TILE: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * TILE
     pairs = 2 * start + tl.arange(0, 2 * TILE)  # gates and ups alternate
     both = tl.load(gate_up + pairs, mask=pairs < 2 * size, other=0.0).to(tl.float32)
     gate, up = tl.split(tl.reshape(both, (TILE, 2)))
+    gate, up = tl.minimum(gate, limit, propagate_nan=NAN), tl.clamp(up, -limit, limit, propagate_nan=NAN)
     cells = start + tl.arange(0, TILE)
-    tl.store(out + cells, clamped_swiglu(gate, up, limit, alpha).to(out.dtype.element_ty), mask=cells < size)
+    activated = gate * tl.sigmoid(alpha * gate) * (up + 1)
+    tl.store(out + cells, activated.to(out.dtype.element_ty), mask=cells < size)
 
 
 def swiglu(gate_up, limit, alpha=1.702):

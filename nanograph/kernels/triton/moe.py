@@ -59,28 +59,30 @@ def decode_halves(codes, scales, dtype: tl.constexpr):
 
 @triton.jit
 def accumulate(
-    total, x, x_rows, row_mask, weight, scales, outputs, output_mask, IN: tl.constexpr, TILE_IN: tl.constexpr,
-    MXFP4: tl.constexpr,
+    total, x, x_rows, row_mask, weight, scales, outputs, output_mask, IN: tl.constexpr, MXFP4: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
 ):  # fmt: skip
     """total [rows, outputs] + x @ weight.T: x at `x_rows` [rows, 1], weight (or its blocks and scales) at row
     `outputs`."""
     if MXFP4:
         HALF: tl.constexpr = TILE_IN // 2
-        for first in range(0, IN // 2, HALF):
-            columns = first + tl.arange(0, HALF)
-            inside = columns < IN // 2
+        BLOCKS: tl.constexpr = TILE_IN // 32  # 32 values, 16 bytes, share a scale
+        for first in range(0, IN, TILE_IN):
+            halves = first // 2 + tl.arange(0, HALF)
             codes = tl.load(
-                weight + outputs[:, None] * (IN // 2) + columns[None, :],
-                output_mask[:, None] & inside[None, :],
-                other=0,
-            ).to(tl.int32)
+                weight + outputs[:, None] * (IN // 2) + halves[None, :],
+                output_mask[:, None] & (halves < IN // 2)[None, :], other=0,
+            ).to(tl.int32)  # fmt: skip
+            blocks = first // 32 + tl.arange(0, BLOCKS)
             exponents = tl.load(
-                scales + outputs[:, None] * (IN // 32) + columns[None, :] // 16,
-                output_mask[:, None] & inside[None, :], other=0,
+                scales + outputs[:, None] * (IN // 32) + blocks[None, :],
+                output_mask[:, None] & (blocks < IN // 32)[None, :], other=0,
             ).to(tl.int32)  # fmt: skip
             factors = tl.where(exponents == 0, 1 << 22, exponents << 23).to(tl.float32, bitcast=True)
-            cells, mask = x + x_rows + 2 * columns[None, :], row_mask[:, None] & inside[None, :]
-            even, odd = tl.load(cells, mask, other=0.0), tl.load(cells + 1, mask, other=0.0)
+            factors = tl.broadcast_to(factors[:, :, None], (TILE_OUT, BLOCKS, 16)).reshape(TILE_OUT, HALF)
+            columns = first + tl.arange(0, TILE_IN)
+            values = tl.load(x + x_rows + columns[None, :], row_mask[:, None] & (columns < IN)[None, :], other=0.0)
+            even, odd = tl.split(values.reshape(TILE_ROWS, HALF, 2))
             low, high = decode_halves(codes & 15, factors, even.dtype), decode_halves(codes >> 4, factors, even.dtype)
             total = tl.dot(even, tl.trans(low), total, input_precision="ieee")
             total = tl.dot(odd, tl.trans(high), total, input_precision="ieee")
@@ -134,12 +136,26 @@ def grouped_kernel(
         scales += before * (IN // 32)
     total = tl.zeros([TILE_ROWS, TILE_OUT], tl.float32)
     first = accumulate(
-        total, x, x_rows, row_mask, weight, scales, PER_OUTPUT * outputs, output_mask, IN, TILE_IN, MXFP4
+        total,
+        x,
+        x_rows,
+        row_mask,
+        weight,
+        scales,
+        PER_OUTPUT * outputs,
+        output_mask,
+        IN,
+        MXFP4,
+        TILE_ROWS,
+        TILE_OUT,
+        TILE_IN,
     )
     first += tl.load(bias + PER_OUTPUT * outputs, output_mask, other=0.0).to(tl.float32)[None, :]
     if GATED:
         ups = 2 * outputs + 1
-        up = accumulate(total, x, x_rows, row_mask, weight, scales, ups, output_mask, IN, TILE_IN, MXFP4)
+        up = accumulate(
+            total, x, x_rows, row_mask, weight, scales, ups, output_mask, IN, MXFP4, TILE_ROWS, TILE_OUT, TILE_IN
+        )
         up += tl.load(bias + ups, output_mask, other=0.0).to(tl.float32)[None, :]
         gate, up = tl.minimum(first, limit), tl.minimum(tl.maximum(up, -limit), limit)
         first = gate * tl.sigmoid(1.702 * gate) * (up + 1)
