@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from os import PathLike
 
 MODES = ("eager", "breakable", "full")
 KERNELS = ("reference", "triton")
@@ -141,7 +142,8 @@ class EngineOptions:
     nanograph[hub]), or a GPT that is already built: then without text (token ids only), and where, in what dtype and
     with which kernels it computes was decided when it was built.
     mode: "eager", "breakable" or "full". device: "auto" (CUDA where there is a GPU), "cpu", "cuda" or "cuda:1".
-    dtype: one of DTYPES; None computes in float32 on the CPU and in the checkpoint's own dtype on CUDA.
+    dtype: one of DTYPES; None computes in float32 on the CPU and in the checkpoint's own dtype on CUDA. A card without
+    bfloat16 computes in float16 instead, which nobody has measured.
     max_batch_tokens: the most tokens of one step. max_requests: the most requests of one step.
     max_context: the most tokens of one request; None for the smaller of the model's and 8,192.
     kv_blocks: KV cache blocks of 16 tokens; None for what max_requests can use, if memory allows.
@@ -175,7 +177,7 @@ class EngineOptions:
             check_choice("kernels", self.kernels, KERNELS)
         if self.random_weights is not None:
             check_choice("random_weights", self.random_weights, RANDOM_WEIGHTS)
-            if isinstance(self.model, str) and self.model != "nano":
+            if isinstance(self.model, (str, PathLike)) and self.model != "nano":
                 raise ValueError(f"random_weights {self.random_weights} and model {self.model}: give one of them")
         for name in ("max_batch_tokens", "max_requests", "max_context", "kv_blocks"):
             if getattr(self, name) is not None or name in ("max_batch_tokens", "max_requests"):

@@ -220,7 +220,8 @@ def run(args):
         print(f"{engine_name(llm)}: {summarize(spans)}")
     if args.chrome:
         args.chrome.write_text(json.dumps(chrome_trace(modes)))
-    draw(modes, f"One {kind} step of {args.tokens} tokens: {args.model} on {llm.device.type}", args.out)
+    model = f"{args.random_weights} (random weights)" if args.random_weights else args.model
+    draw(modes, f"One {kind} step of {args.tokens} tokens: {model} on {llm.device.type}", args.out)
 
 
 def main(argv=None):

@@ -182,7 +182,8 @@ def test_gpt_oss(tmp_path, changes, dtype):
         {"attention_factor": 1.7},
         {"mscale": 0.7, "mscale_all_dim": 1.2},
         {"factor": 1.0, "attention_factor": 0.8},
-        {"original_max_position_embeddings": 6},  # the ramp is empty: both of its ends lie below dimension 0
+        {"original_max_position_embeddings": 6},  # the ramp is empty: both of its ends are dimension 0
+        {"original_max_position_embeddings": 1},  # its upper end lies below the lower one
     ],
 )
 def test_yarn(tmp_path, changes):

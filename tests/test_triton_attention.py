@@ -101,7 +101,7 @@ def _poisoned_memory(monkeypatch):
 
 
 MIXED = [(5, 0), (1, 40), (20, 17), (1, 0), (16, 16)]  # a prompt, decodes, chunks
-DECODE = [(1, 0), (1, 15), (1, 16), (1, 200)]
+DECODE = [(1, 0), (1, 15), (1, 16), (1, 310)]
 SHAPES = [  # requests, rows, slots: with padded rows and empty slots, and without
     (MIXED, 60, 8),
     (MIXED, None, None),
