@@ -288,7 +288,8 @@ def gpt_oss_places(model, packed_file=False):
 
 
 def gpt2_places(model, prefix):
-    """The same for GPT-2, which stores weights as [in, out] (Conv1D). prefix: "transformer." or "", as its writer chose."""
+    """The same for GPT-2, which stores weights as [in, out] (Conv1D). prefix: "transformer." or "", at its writer's
+    choice."""
     names = {"attention_norm": "ln_1", "qkv": "attn.c_attn", "attention_output": "attn.c_proj"}
     names |= {"mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
     places = {prefix + "wte.weight": model.embedding.weight, "lm_head.weight": model.head.weight}

@@ -1,9 +1,13 @@
 """Small models with seeded random weights, so that tests need no checkpoint, no GPU and no patience."""
 
 import gc
+import os
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before anything imports triton, as transformers does
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from nanograph.checkpoint import random_model
 from nanograph.kernels import reference
@@ -51,9 +55,11 @@ def make_model(config=NANO, device="cpu", dtype=torch.float32, scale=10.0):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _small_garbage():
-    """Each capture collects garbage once; what the imports have left need not be looked through every time."""
+def _small_and_quick():
+    """Each capture collects garbage once: what the imports have left need not be looked through every time. And the
+    models are so small that threads would mostly wait for each other."""
     gc.freeze()
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):

@@ -25,8 +25,8 @@ from nanograph import LLM, SamplingParams
 from nanograph.kv_cache import BlockAllocator
 from nanograph.sampling import uniform
 
-MOST_NEW = 12
-LENGTHS = (1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 129, 200)
+MOST_NEW = 16
+LENGTHS = (1, 2, 14, 15, 16, 17, 30, 31, 32, 33, 64, 65, 129, 200)
 SAMPLING = ({"temperature": 0}, {}, {"temperature": 0.5, "top_k": 5}, {"top_p": 0.5}, {"top_k": 1}, {"top_p": 1.0})
 
 
@@ -58,15 +58,15 @@ def requests(longest):
         length=st.sampled_from(around_blocks) | st.integers(1, longest),
         sampling=st.integers(0, len(SAMPLING) - 1),
         seed=st.integers(0, 2),
-        max_new_tokens=st.sampled_from([1, 4, 9, MOST_NEW]),
-        arrival=st.sampled_from([0, 0, 1, 2, 5]),
+        max_new_tokens=st.sampled_from([MOST_NEW, 9, 4, 1]),
+        arrival=st.sampled_from([0, 1, 2, 5]),
         cancel=st.none() | st.none() | st.integers(0, MOST_NEW),
     )
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Requests, and an engine for them. cache: "small" holds the largest request, "full" all prompts but no growth."""
+    """Requests, and an engine for them. cache: "small" holds the largest request, "full" prompts, but no growth."""
 
     model: str
     mode: str
@@ -81,24 +81,26 @@ class Mix:
     def options(self):
         blocks = max(BlockAllocator.blocks_for(asked.length + asked.max_new_tokens - 1) for asked in self.requests)
         if self.cache == "full":
-            blocks = max(blocks, sum(BlockAllocator.blocks_for(asked.length) for asked in self.requests))
+            prompts = [BlockAllocator.blocks_for(asked.length) for asked in self.requests]
+            blocks = max(blocks, sum(prompts[: self.max_requests]))
         names = ("breaks", "max_batch_tokens", "max_requests", "buckets")
         return {name: getattr(self, name) for name in names} | {"kv_blocks": blocks + self.spare_blocks}
 
 
 @st.composite
 def mixes(draw):
-    largest, longest = draw(st.integers(1, 64)), draw(st.sampled_from([17, 65, 200]))
+    largest = draw(st.integers(1, 64) | st.integers(16, 64))
+    longest = draw(st.sampled_from([17, 33, 200]))
     ladders = st.sets(st.integers(1, largest), min_size=1, max_size=4).map(sorted).map(tuple)
     return Mix(
         model=draw(st.sampled_from(["nano", "gpt2"])),
         mode=draw(st.sampled_from(["breakable", "full", "eager"])),
         breaks=draw(st.sampled_from(["attention", "moe", "attention,moe", "all"])),
         max_batch_tokens=largest,
-        max_requests=draw(st.integers(1, 6)),
+        max_requests=draw(st.sampled_from([6, 4, 2, 1])),
         buckets=draw(st.none() | ladders),
         cache=draw(st.sampled_from(["small", "full"])),
-        spare_blocks=draw(st.sampled_from([0, 0, 1, 3])),
+        spare_blocks=draw(st.sampled_from([0, 0, 0, 1, 3])),
         requests=tuple(draw(st.lists(requests(longest), min_size=2, max_size=6))),
     )
 
@@ -255,9 +257,24 @@ def fuzz(num_mixes):
     return tally
 
 
+def test_what_would_be_forgiven(monkeypatch):
+    """The judge itself: a number next to a boundary, a top_k or top_p that cuts between equals, two best scores."""
+    monkeypatch.setattr("test_fuzz.uniform", lambda seed, step: 0.399)
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+
+    def gap(**params):
+        return distance_to_another_token(logits, SamplingParams(**params), 0)
+
+    assert gap(temperature=0) == pytest.approx(math.log(4 / 3))
+    assert gap(temperature=1, top_p=1.0) == pytest.approx(0.001, rel=1e-3)  # 0.399 of 0.4
+    assert gap(temperature=1, top_p=0.7001) == pytest.approx(0.0001, rel=1e-2)  # just short of the third
+    logits[1] = logits[0]
+    assert gap(temperature=1, top_p=1.0, top_k=1) == 0
+
+
 def test_any_mix():
     tally = fuzz(300)
-    assert min(tally[what] for what in ("cancelled", "preemptions", "replays")) > 100, "the mixes are too tame"
+    assert min(tally[what] for what in ("cancelled", "preemptions", "replays")) > 40, "the mixes are too tame"
 
 
 @pytest.mark.slow

@@ -167,6 +167,12 @@ def test_sums_over_a_large_vocabulary_do_not_saturate(dtype):
     assert draw(logits, top_p=0.9, u=1 - 2**-24) == [50256]
 
 
+def test_logits_are_widened_before_anything_else():
+    torch.manual_seed(0)
+    logits, numbers = 4 * torch.randn(50, dtype=torch.bfloat16), torch.arange(10000) / 10000
+    assert draw(logits, 0.7, u=numbers) == draw(logits.float(), 0.7, u=numbers)
+
+
 # Ties, infinities, NaN
 
 

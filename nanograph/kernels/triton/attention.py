@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
 def tiles(num_rows, num_slots, num_heads, num_kv_heads, head_dim, dtype):
     """The cut for a bucket of `num_rows` rows and `num_slots` request slots. It depends on shapes alone."""
     pack = triton.next_power_of_2(num_heads // num_kv_heads)
-    if num_rows == num_slots:  # the fewer rows, the shorter the splits: 8,192 keys make 512 programs or more
+    if num_rows == num_slots:  # the fewer rows, the shorter the splits, to fill the GPU all the same
         split = min(max(2 * triton.next_power_of_2(num_rows * num_kv_heads), 128), 1024)
         return Tiles(1, max(pack, 16), keys=64, split=split, num_warps=4, num_stages=3)
     if dtype == torch.float32:  # no matrix units: the operands must fit into registers
