@@ -193,6 +193,9 @@ def print_in_order(llm, prompts, params):
 
 def exit_code(program, run, args):
     """Do what a command line asks, `run(args)`: 0 or what it returns; 2, after one line, for what cannot be done."""
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # threads that spin while they wait starve each other on few cores
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     try:
