@@ -196,6 +196,7 @@ def exit_code(program, run, args):
     os.environ.setdefault(
         "OMP_WAIT_POLICY", "PASSIVE"
     )  # threads that spin while they wait starve each other on few cores
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's, where it is not installed
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     try:
